@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# The one launcher: bash recipes/launch.sh RECIPE ARM [Hydra overrides…]
+#   RECIPE  a config in recipes/config (demo, …)
+#   ARM     balanced | token | sequence | verl-token (recipes/config/arm); two arms differ in this key alone
+# Runs verl's own `python -m verl.trainer.main_ppo`. RESULTS_DIR (default: results) is where runs go.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+config=$here/config
+list() { find "$1" -maxdepth 1 -name '*.yaml' -printf '%f\n' | sed 's/\.yaml$//' | sort | tr '\n' ' '; }
+
+if [[ $# -lt 2 ]]; then
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    exit 2
+fi
+recipe=$1 arm=$2
+shift 2
+for choice in "$config/$recipe.yaml" "$config/arm/$arm.yaml"; do
+    if [[ ! -f $choice ]]; then
+        echo "launch.sh: no $choice. Recipes: $(list "$config"). Arms: $(list "$config/arm")" >&2
+        exit 2
+    fi
+done
+
+export RESULTS_DIR=${RESULTS_DIR:-results}
+export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
+if [[ $(sed -n 's/^ *- cluster: *//p' "$config/$recipe.yaml") == cpu || " $* " == *" cluster=cpu "* ]]; then
+    # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
+    export VERL_PLATFORM=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+    export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
+    export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+fi
+# verl's file logger has no option for its path.
+VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-$RESULTS_DIR} \
+    exec "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe" \
+    "arm=$arm" "hydra.run.dir=." "hydra.output_subdir=null" "$@"

@@ -1,0 +1,66 @@
+"""The formulas written out literally: plain Python loops, numbers as torch float64 scalars, nothing from verl_ba.
+
+`paper_balanced` is the paper's own form, per group; `loss` is the pool form of the design, for every mode. Two texts of
+the same thing, neither of which calls the code under test.
+"""
+
+import torch
+
+
+def sign_of(advantage: float) -> int:
+    return 1 if advantage > 0 else -1 if advantage < 0 else 0
+
+
+def token_sum(token_loss_row, mask_row):
+    total = torch.zeros((), dtype=torch.float64)
+    for loss, valid in zip(token_loss_row, mask_row, strict=True):
+        if valid:
+            total = total + loss
+    return total
+
+
+def mean_length(mode, i, lengths, groups, signs) -> float:
+    """ℓ̄ of response i's pool."""
+    pool = []
+    for j, length in enumerate(lengths):
+        if length == 0:
+            continue
+        if mode == "balanced":
+            same = groups[j] == groups[i] and signs[j] == signs[i]
+        elif mode == "group-mean-token-mean":
+            same = groups[j] == groups[i]
+        elif mode == "seq-mean-token-mean":
+            same = j == i
+        elif mode == "token-mean":
+            same = True
+        else:
+            raise AssertionError(mode)
+        if same:
+            pool.append(length)
+    return sum(pool) / len(pool)
+
+
+def loss(mode, token_loss, mask, groups, signs, num_responses=None):
+    """(1/B) · Σ_i (1/ℓ̄_pool(i)) · Σ_t m ℓ over a whole mini-batch that is also the whole update."""
+    lengths = [sum(bool(m) for m in row) for row in mask]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, length in enumerate(lengths):
+        if length > 0:
+            total = total + token_sum(token_loss[i], mask[i]) / mean_length(mode, i, lengths, groups, signs)
+    return total / (len(lengths) if num_responses is None else num_responses)
+
+
+def paper_balanced(token_loss, mask, groups, signs):
+    """Mean over groups of Σ_s (n_s/G)·(token mean over the responses of sign s); groups of one size G, none empty."""
+    names = sorted(set(groups), key=str)
+    total = torch.zeros((), dtype=torch.float64)
+    for name in names:
+        members = [i for i, g in enumerate(groups) if g == name]
+        for sign in (-1, 0, 1):
+            subset = [i for i in members if signs[i] == sign]
+            if not subset:
+                continue
+            tokens = sum(sum(bool(m) for m in mask[i]) for i in subset)
+            summed = sum((token_sum(token_loss[i], mask[i]) for i in subset), torch.zeros((), dtype=torch.float64))
+            total = total + len(subset) / len(members) * summed / tokens
+    return total / len(names)

@@ -1,0 +1,658 @@
+"""Where verl is touched, why, and for which releases. No file of verl is edited.
+
+    driver                                        each training rank
+    ------                                        ------------------
+    1 ActorConfig.__post_init__   accepts the     2 TrainingWorker.train_mini_batch   once per update, whole share:
+      modes, refuses what would ignore them         gather (uid, sign, length) over the data-parallel group, compute
+                                                    each row's pool mean length, put it into the batch as a column
+    + the entropy metric, which the driver        3 ppo_loss   keeps a fixed list of fields, so move the column
+      logs before advantages exist                  into config.global_batch_info, which every policy loss passes on
+                                                  4 agg_loss   the new modes
+
+(1b) A critic inherits the actor's mode by interpolation but has no sign: it uses token-mean, and says so.
+(3b) `distillation_ppo_loss` aggregates before it calls `ppo_loss`: the column is set and cleared around each.
+
+`install` registers a post-import hook per module, so nothing of verl is imported early: verl is loaded in many processes
+that never train, and importing its engines there costs seconds and fixes its choice of platform too soon. Modules that
+are loaded already are patched at once, and every by-name copy of a patched function (`from … import agg_loss`) is
+rebound. A seam that is missing or has another signature is left alone and reported; `verify` turns such reports into one
+error before the first update under one of our modes.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from verl_ba import __version__
+from verl_ba.aggregation import MODES, aggregate, pool_mean_length
+
+SUPPORTED_VERL = ("0.9.1",)
+"""verl releases whose seams were read and run. Another release is refused, not guessed at."""
+
+COLUMN = "pool_mean_length"
+"""Name of the per-row column in the batch, of its entry in `global_batch_info`, and of `agg_loss`'s new argument."""
+
+_MODE_KEY = "actor_rollout_ref.actor.loss_agg_mode"
+
+
+class UnsupportedVerlError(RuntimeError):
+    """verl is missing, or is a release whose seams are unknown."""
+
+
+class SeamError(RuntimeError):
+    """verl's code is not what the hooks were written for, or a hook was lost."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 1. Configuration
+# --------------------------------------------------------------------------------------------------------------------
+
+REFUSED_POLICY_LOSSES = {
+    "sapo": "it always aggregates by seq-mean-token-mean (verl core_algos.py, compute_policy_loss_sapo)",
+    "geo_mean": "it averages over the tokens of each response and over the micro-batch by itself "
+    "(verl core_algos.py, compute_policy_loss_geo_mean)",
+}
+"""Policy losses of verl 0.9.1 that ignore loss_agg_mode, and how."""
+
+
+def _wrap_actor_config(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __post_init__(self) -> None:
+        mode = self.loss_agg_mode
+        if mode not in MODES:
+            try:
+                return original(self)
+            except ValueError as error:
+                if "loss_agg_mode" not in str(error):
+                    raise
+                raise ValueError(
+                    f"{_MODE_KEY}={mode!r} is not a loss aggregation mode. Expected one of verl's own "
+                    f"(token-mean, token-sum, seq-mean-token-mean, seq-mean-token-sum, seq-mean-token-sum-norm) or of "
+                    f"verl_ba's ({', '.join(MODES)})"
+                ) from error
+        _refuse_policy_loss(mode, self.policy_loss)
+        # verl's list of modes is closed, inside the function: let it check the rest under a name that it knows.
+        object.__setattr__(self, "loss_agg_mode", "token-mean")
+        try:
+            return original(self)
+        finally:
+            object.__setattr__(self, "loss_agg_mode", mode)
+
+    return __post_init__
+
+
+def _refuse_policy_loss(mode: str, policy_loss: Any) -> None:
+    """Raise if this policy loss would not do what the mode says."""
+    name = policy_loss.get("loss_mode", "vanilla")
+    if name in REFUSED_POLICY_LOSSES:
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} ignores {_MODE_KEY}={mode}: "
+            f"{REFUSED_POLICY_LOSSES[name]}. Choose a policy loss that aggregates by loss_agg_mode (vanilla, "
+            f"gspo, clip_cov, kl_cov, gpg, cispo, …), or one of verl's own modes"
+        )
+    if name == "bypass_mode":
+        _refuse_bypass_rejection(mode, policy_loss.get("rollout_correction"), "actor_rollout_ref.actor.policy_loss.")
+
+
+def _refuse_bypass_rejection(mode: str, correction: Any, where: str) -> None:
+    rejection = correction.get("rollout_rs") if correction else None
+    if rejection:
+        raise ValueError(
+            f"{where}rollout_correction.rollout_rs={rejection} in bypass mode rejects tokens inside the loss, after the "
+            f"lengths that {_MODE_KEY}={mode} needs were taken. Use bypass_mode=False (rejection then happens before "
+            f"the update), or rollout_rs=null"
+        )
+
+
+def _wrap_critic_config(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __post_init__(self) -> None:
+        if self.loss_agg_mode in MODES:
+            _say(
+                f"critic.loss_agg_mode={self.loss_agg_mode} (inherited from the actor): values have no sign, so the "
+                "critic uses token-mean over the global batch"
+            )
+            object.__setattr__(self, "loss_agg_mode", "token-mean")
+        return original(self)
+
+    return __post_init__
+
+
+def _wrap_validate_config(original: Callable) -> Callable:
+    """Refuse on the driver, before any process starts, what would fail at the first update."""
+
+    @functools.wraps(original)
+    def validate_config(config, use_reference_policy, use_critic) -> None:
+        mode = config.actor_rollout_ref.actor.loss_agg_mode
+        if mode in MODES:
+            reason = _token_level_estimator(config.algorithm)
+            if reason:
+                raise ValueError(
+                    f"{reason} gives the tokens of one response advantages of both signs, which {_MODE_KEY}={mode} does "
+                    "not support yet. Use an estimator with one advantage per response (grpo, rloo, "
+                    "reinforce_plus_plus_baseline, opo, gpg, …), or one of verl's own modes"
+                )
+            correction = config.algorithm.get("rollout_correction")
+            if correction and correction.get("bypass_mode"):
+                _refuse_bypass_rejection(mode, correction, "algorithm.")
+        return original(config, use_reference_policy=use_reference_policy, use_critic=use_critic)
+
+    return validate_config
+
+
+def _token_level_estimator(algorithm: Any) -> str | None:
+    """Name the setting that makes advantages vary within a response, for the estimators of verl 0.9.1."""
+    name = getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)
+    if name in ("gae", "optimal_token_baseline", "tir_optimal_token_baseline"):
+        return f"algorithm.adv_estimator={name}"
+    if name == "reinforce_plus_plus" and algorithm.gamma != 1:
+        return f"algorithm.adv_estimator={name} with algorithm.gamma={algorithm.gamma}"
+    if name in ("reinforce_plus_plus", "remax") and algorithm.use_kl_in_reward:
+        return f"algorithm.adv_estimator={name} with algorithm.use_kl_in_reward=True"
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 2. The update: whole groups are visible here, and only here
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _wrap_train_mini_batch(original: Callable) -> Callable:
+    # `functools.wraps` keeps the function's __dict__: verl's `@register` stores there how Ray dispatches the method.
+    @functools.wraps(original)
+    def train_mini_batch(self, data):
+        config = _actor_config(self.loss_fn)
+        if config is not None and config.loss_agg_mode in MODES:
+            if not getattr(self, "_verl_ba_announced", False):
+                verify()
+                _say(f"rank {torch.distributed.get_rank()}: {_MODE_KEY}={config.loss_agg_mode}; {describe()}")
+                self._verl_ba_announced = True
+            data[COLUMN] = batch_mean_length(config.loss_agg_mode, data, self.engine.get_data_parallel_group())
+        return original(self, data)
+
+    return train_mini_batch
+
+
+def _actor_config(loss_fn: Any) -> Any:
+    """The ActorConfig that verl bound to the loss, or None for a critic or a supervised loss.
+
+    The wrapper also sees remote calls of a critic, whose data is not a batch yet; only the loss tells them apart.
+    """
+    config = getattr(loss_fn, "keywords", {}).get("config")
+    actor = sys.modules.get("verl.workers.config.actor")
+    return config if actor is not None and isinstance(config, actor.ActorConfig) else None
+
+
+def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
+    """Each local row's pool mean length, from whole groups: a collective over the data-parallel ranks.
+
+    Args:
+        mode: one of `MODES`.
+        data: this rank's share of one update, a TensorDict with `uid`, `advantages` and `response_mask`, padded or
+            nested; optionally `session_id`.
+        group: the data-parallel process group; None where this process holds the whole batch.
+
+    Returns:
+        float64 [rows] on the CPU [tokens], 0 for an empty response.
+
+    Raises:
+        KeyError: a field is missing.
+        ValueError: a field has the wrong number of rows; an advantage is not finite; a response has advantages of
+            more than one sign.
+    """
+    fields = ["uid", "advantages", "response_mask"]
+    absent = [name for name in fields if name not in data.keys()]
+    if absent:
+        raise KeyError(
+            f"{_MODE_KEY}={mode} needs {', '.join(absent)} in the batch of train_mini_batch, got only "
+            f"{sorted(map(str, data.keys()))}. verl's trainers put it there; a custom trainer or worker must not drop it"
+        )
+    length, sign = response_length_and_sign(data["response_mask"], data["advantages"])
+    uid = _column_as_list(data, "uid")
+    session = _column_as_list(data, "session_id") if "session_id" in data.keys() else None
+    for name, column in (("uid", uid), ("session_id", session)):
+        if column is not None and len(column) != len(length):
+            raise ValueError(f"{name}: expected one entry per row, {len(length)}; got {len(column)}")
+
+    mine = {"uid": uid, "length": length.tolist(), "sign": sign.tolist(), "session_id": session}
+    shares, rank = _all_gather(mine, group)
+    all_sessions = [share["session_id"] for share in shares]
+    mean_length = pool_mean_length(
+        mode,
+        _concatenate(share["length"] for share in shares),
+        _concatenate(share["uid"] for share in shares),
+        _concatenate(share["sign"] for share in shares),
+        None if None in all_sessions else _concatenate(all_sessions),
+    )
+    start = sum(len(share["uid"]) for share in shares[:rank])
+    return mean_length[start : start + len(uid)]
+
+
+def response_length_and_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Valid tokens of each response and the sign of its advantage (0 for an empty response); int64 [B] each.
+
+    Takes padded or nested tensors. Raises ValueError where a response has no single sign.
+    """
+    mask_BT = (mask_BT.to_padded_tensor(0) if mask_BT.is_nested else mask_BT).bool()
+    advantage_BT = advantage_BT.to_padded_tensor(0) if advantage_BT.is_nested else advantage_BT
+    if mask_BT.shape != advantage_BT.shape:
+        raise ValueError(
+            f"advantages {list(advantage_BT.shape)} and response_mask {list(mask_BT.shape)} differ in shape"
+        )
+    if not bool(torch.isfinite(advantage_BT[mask_BT]).all()):
+        raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
+    length = mask_BT.sum(-1)
+    positive = ((advantage_BT > 0) & mask_BT).sum(-1)
+    negative = ((advantage_BT < 0) & mask_BT).sum(-1)
+    mixed = ~(((positive == length) & (negative == 0)) | ((negative == length) & (positive == 0)))
+    mixed &= (positive > 0) | (negative > 0)
+    if bool(mixed.any()):
+        row = int(mixed.nonzero()[0])
+        raise ValueError(
+            f"{int(mixed.sum())} of {len(mixed)} responses have tokens with advantages of more than one sign (row {row}: "
+            f"{int(positive[row])} positive, {int(negative[row])} negative, "
+            f"{int(length[row] - positive[row] - negative[row])} zero). algorithm.adv_estimator must give each response "
+            "one advantage, as grpo, rloo, reinforce_plus_plus_baseline, opo and gpg do; gae, and reinforce_plus_plus "
+            f"with gamma<1 or a KL penalty in the reward, do not. Change it, or use one of verl's own modes for {_MODE_KEY}"
+        )
+    return length.cpu(), (positive > 0).long().sub_((negative > 0).long()).cpu()
+
+
+def _column_as_list(data: Any, name: str) -> list:
+    """A per-row column as a plain list, whichever container tensordict chose for it."""
+    column = data.get(name)
+    column = column.tolist() if hasattr(column, "tolist") else getattr(column, "data", column)
+    # A NonTensorData holds one value for all rows.
+    return list(column) if isinstance(column, list | tuple) else [column] * data.shape[0]
+
+
+def _all_gather(mine: dict, group: Any) -> tuple[list[dict], int]:
+    """Every rank's share in rank order, and this rank's place. Plain Python objects: any backend carries them."""
+    distributed = torch.distributed
+    if group is None or not distributed.is_initialized() or distributed.get_world_size(group) == 1:
+        return [mine], 0
+    shares: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(shares, mine, group=group)
+    return shares, distributed.get_rank(group)
+
+
+def _concatenate(lists) -> list:
+    return [item for part in lists for item in part]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 3. The loss: carry the column past verl's list of fields
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _wrap_loss(original: Callable) -> Callable:
+    """For `ppo_loss` and `distillation_ppo_loss`: the column is in `global_batch_info` while the loss runs, no longer."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def loss(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs).arguments
+        config, data = bound["config"], bound.get("data")
+        if config.loss_agg_mode not in MODES:
+            return original(*args, **kwargs)
+        infos = [config.global_batch_info]
+        distillation = getattr(bound.get("distillation_config"), "distillation_loss", None)
+        if distillation is not None:
+            infos.append(distillation.global_batch_info)  # verl copies our entry there
+        before = [info.get(COLUMN) for info in infos]
+        try:
+            if data is not None and COLUMN in data.keys():
+                config.global_batch_info[COLUMN] = data[COLUMN]
+            return original(*args, **kwargs)
+        finally:
+            # A stale column of the right size would weigh the next micro-batch by this one's lengths, silently.
+            for info, column in zip(infos, before, strict=True):
+                info.pop(COLUMN, None)
+                if column is not None:
+                    info[COLUMN] = column
+
+    return loss
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 4. The aggregation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _wrap_agg_loss(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def agg_loss(
+        loss_mat,
+        loss_mask,
+        loss_agg_mode,
+        dp_size=1,
+        batch_num_tokens=None,
+        global_batch_size=None,
+        loss_scale_factor=None,
+        pool_mean_length=None,
+    ):
+        if loss_agg_mode not in MODES:
+            return original(
+                loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+            )
+        lacking = [
+            name
+            for name, value in ((COLUMN, pool_mean_length), ("global_batch_size", global_batch_size))
+            if value is None
+        ]
+        if lacking:
+            raise ValueError(
+                f"agg_loss with loss_agg_mode={loss_agg_mode} was called without {' and '.join(lacking)}. They are in "
+                "config.global_batch_info: a policy loss must pass **config.global_batch_info on to agg_loss, and the "
+                "update must go through TrainingWorker.train_mini_batch. Counts of the micro-batch alone would train "
+                "something else, so there is no fallback"
+            )
+        return aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+
+    return agg_loss
+
+
+def _wrap_driver_agg_loss(original: Callable) -> Callable:
+    """For the trainers' `actor/entropy`, logged before advantages (so signs) exist: token-mean, there and only there."""
+
+    @functools.wraps(original)
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode, *args, **kwargs):
+        mode = "token-mean" if loss_agg_mode in MODES else loss_agg_mode
+        return original(loss_mat, loss_mask, mode, *args, **kwargs)
+
+    return agg_loss
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Seams
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place in verl that is replaced.
+
+    Attributes:
+        module, attribute: the dotted module and the name in it.
+        parameters: the signature the wrapper was written for.
+        wrap: original -> replacement.
+        why: what the seam is for.
+        until: what in verl would make it unnecessary.
+        everywhere: rebind by-name copies in other modules. False for a name that is replaced in its module only.
+        trains: a training process must have it.
+    """
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    wrap: Callable[[Callable], Callable]
+    why: str
+    until: str
+    everywhere: bool = True
+    trains: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+_AGG_LOSS = (
+    "loss_mat",
+    "loss_mask",
+    "loss_agg_mode",
+    "dp_size",
+    "batch_num_tokens",
+    "global_batch_size",
+    "loss_scale_factor",
+)
+_REGISTRY = "verl has a registry of loss aggregations, as it has of policy losses"
+_ROW_COLUMN = "verl carries per-response lengths or loss weights from the trainer to the loss (verl PR 7580 is near it)"
+
+
+def _driver_metric(module: str) -> Seam:
+    return Seam(
+        module,
+        "agg_loss",
+        _AGG_LOSS,
+        _wrap_driver_agg_loss,
+        "the driver's entropy metric is logged before advantages exist: token-mean there",
+        _REGISTRY,
+        everywhere=False,
+        trains=False,
+    )
+
+
+SEAMS = (
+    Seam(
+        "verl.workers.config.actor",
+        "ActorConfig.__post_init__",
+        ("self",),
+        _wrap_actor_config,
+        "verl's list of loss_agg_mode is closed; policy losses that ignore the mode are refused",
+        _REGISTRY,
+    ),
+    Seam(
+        "verl.workers.config.critic",
+        "CriticConfig.__post_init__",
+        ("self",),
+        _wrap_critic_config,
+        "the critic inherits the actor's mode, but values have no sign: token-mean",
+        "critic.yaml no longer interpolates the actor's mode",
+    ),
+    Seam(
+        "verl.utils.config",
+        "validate_config",
+        ("config", "use_reference_policy", "use_critic"),
+        _wrap_validate_config,
+        "what would fail at the first update is refused before any process starts",
+        "advantages of both signs within a response are supported",
+        trains=False,
+    ),
+    Seam(
+        "verl.workers.engine_workers",
+        "TrainingWorker.train_mini_batch",
+        ("self", "data"),
+        _wrap_train_mini_batch,
+        "the last place where a rank sees its whole share of an update: pool lengths are taken here",
+        _ROW_COLUMN,
+    ),
+    Seam(
+        "verl.workers.utils.losses",
+        "ppo_loss",
+        ("config", "model_output", "data", "dp_group"),
+        _wrap_loss,
+        "ppo_loss selects a fixed list of fields: the pool lengths travel in config.global_batch_info",
+        _ROW_COLUMN,
+    ),
+    Seam(
+        "verl.trainer.distillation.losses",
+        "distillation_ppo_loss",
+        ("config", "distillation_config", "model_output", "data", "dp_group", "student_logits", "data_format"),
+        _wrap_loss,
+        "distillation aggregates before it calls ppo_loss",
+        _ROW_COLUMN,
+    ),
+    Seam(
+        "verl.trainer.ppo.core_algos",
+        "agg_loss",
+        _AGG_LOSS,
+        _wrap_agg_loss,
+        "the modes themselves",
+        _REGISTRY,
+    ),
+    _driver_metric("verl.trainer.ppo.v1.trainer_base"),
+    _driver_metric("verl.trainer.ppo.ray_trainer"),
+    _driver_metric("verl.experimental.separation.ray_trainer"),
+)
+
+_MARK = "__verl_ba_seam__"
+_originals: dict[str, Callable] = {}  # seam name -> what verl had there
+_problems: dict[str, str] = {}  # seam name -> why it could not be attached
+_installed = False
+
+
+def install() -> None:
+    """Attach to this process's verl, now or as its modules are loaded. Calling it again does nothing.
+
+    Raises:
+        UnsupportedVerlError: verl is missing or of an unsupported release. The reason is printed to stderr first,
+            because verl logs a failing plugin at DEBUG only.
+    """
+    global _installed
+    if _installed:
+        return
+    try:
+        check_verl_version()
+    except UnsupportedVerlError as error:
+        _say(str(error))
+        raise
+    import wrapt
+
+    _installed = True
+    for seam in SEAMS:
+        wrapt.register_post_import_hook(functools.partial(_attach, seam), seam.module)
+
+
+def check_verl_version() -> str:
+    """verl's version, if it is supported; UnsupportedVerlError if not. Does not import verl."""
+    version = verl_version()
+    expected = f"supported: {', '.join(SUPPORTED_VERL)}"
+    if version is None:
+        raise UnsupportedVerlError(f"verl is not installed; {expected}. Try: pip install verl=={SUPPORTED_VERL[-1]}")
+    if version not in SUPPORTED_VERL:
+        raise UnsupportedVerlError(
+            f"verl {version} is not supported by verl_ba {__version__}; {expected}. The modes {', '.join(MODES)} are not "
+            f"available in this process. Install a supported verl, or a verl_ba that supports {version}"
+        )
+    return version
+
+
+def verl_version() -> str | None:
+    """The version that verl gives itself, read without importing it; None if verl cannot be found."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
+        return None
+    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
+
+
+def verify() -> None:
+    """Check that every seam a training process needs is attached and that no module holds an unpatched copy.
+
+    Raises:
+        SeamError: one error that lists everything missing, changed or stale, with verl's version.
+    """
+    faults = [
+        f"{seam.name}: {fault}"
+        for seam in SEAMS
+        if (seam.trains or seam.module in sys.modules) and (fault := seam_fault(seam))
+    ]
+    faults += [f"{where}: still verl's own {name}" for where, name in stale_bindings()]
+    if faults:
+        raise SeamError(
+            f"verl_ba {__version__} is not completely attached to verl {verl_version()}, so {', '.join(MODES)} would not "
+            "be exact:\n  - " + "\n  - ".join(faults) + "\nRun `verl-ba doctor` on this node"
+        )
+
+
+def seam_fault(seam: Seam) -> str | None:
+    """Why this seam is not in force in this process; None if it is."""
+    if not _installed:
+        return "verl_ba.hooks.install() was not called in this process (is the package installed on this node?)"
+    if seam.name in _problems:
+        return _problems[seam.name]
+    module = sys.modules.get(seam.module)
+    if module is None:
+        return "its module is not loaded"
+    try:
+        current = _resolve(module, seam.attribute)
+    except AttributeError as error:
+        return f"not found: {error}"
+    while current is not None:  # another plugin may have wrapped ours
+        if getattr(current, "__dict__", {}).get(_MARK) == seam.name:
+            return None
+        current = getattr(current, "__dict__", {}).get("__wrapped__")
+    return "replaced by something else after verl_ba attached"
+
+
+def stale_bindings() -> list[tuple[str, str]]:
+    """Every (module attribute, seam) that still names a function of verl that was replaced everywhere."""
+    everywhere = {
+        id(_originals[seam.name]): seam.name for seam in SEAMS if seam.everywhere and seam.name in _originals
+    }
+    return [(f"{m.__name__}.{key}", everywhere[id(value)]) for m, key, value in _bindings() if id(value) in everywhere]
+
+
+def describe() -> str:
+    """One line on what is attached: versions and seams."""
+    attached = [seam.attribute for seam in SEAMS if seam.module in sys.modules and not seam_fault(seam)]
+    return f"verl_ba {__version__} in verl {verl_version()}, attached: {', '.join(attached)}"
+
+
+def _attach(seam: Seam, module: ModuleType) -> None:
+    try:
+        original = _resolve(module, seam.attribute)
+    except AttributeError as error:
+        return _report(seam, f"missing: {error}")
+    parameters = tuple(inspect.signature(original).parameters)
+    if seam.attribute == "agg_loss" and parameters[: len(seam.parameters)] == seam.parameters:
+        parameters = parameters[: len(seam.parameters)]  # ours, with its one argument more
+    if parameters != seam.parameters:
+        return _report(seam, f"signature changed: expected {seam.parameters}, got {parameters}")
+    replacement = seam.wrap(original)
+    setattr(replacement, _MARK, seam.name)
+    owner, _, attribute = seam.attribute.rpartition(".")
+    setattr(_resolve(module, owner) if owner else module, attribute, replacement)
+    _originals[seam.name] = original
+    if seam.everywhere:
+        for other, key, value in _bindings():
+            if value is original:
+                setattr(other, key, replacement)
+
+
+def _report(seam: Seam, problem: str) -> None:
+    _problems[seam.name] = problem
+    _say(f"verl {verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
+
+
+def _resolve(owner: Any, dotted: str) -> Any:
+    return functools.reduce(getattr, dotted.split("."), owner)
+
+
+def _bindings() -> Sequence[tuple[ModuleType, str, Any]]:
+    """Every name in every loaded module, without triggering lazy attributes."""
+    found = []
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__ != __name__:
+            found += [(module, key, value) for key, value in list(vars(module).items())]
+    return found
+
+
+def _say(message: str) -> None:
+    """To stderr: seen on screen from any process, whatever verl's log level is."""
+    print(f"[verl_ba] {message}", file=sys.stderr, flush=True)
+
+
+def load_seam_modules() -> dict[str, str]:
+    """Import every module with a seam (`verl-ba doctor`); the errors by module name."""
+    errors = {}
+    for name in dict.fromkeys(seam.module for seam in SEAMS):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def plugin_policy() -> str:
+    """verl's own switch for plugins: 'auto', 'none', or names."""
+    return os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
