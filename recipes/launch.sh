@@ -28,6 +28,8 @@ if [[ $(sed -n 's/^ *- cluster: *//p' "$config/$recipe.yaml") == cpu || " $* " =
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
     export VERL_PLATFORM=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
+    export VLLM_ENABLE_V1_MULTIPROCESSING=0  # lets rollout.engine_kwargs choose the executor "uni"
+    export PYTHONPATH=$here/cpu_site${PYTHONPATH:+:$PYTHONPATH}
     export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
     export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 fi
