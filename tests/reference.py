@@ -64,3 +64,19 @@ def paper_balanced(token_loss, mask, groups, signs):
             summed = sum((token_sum(token_loss[i], mask[i]) for i in subset), torch.zeros((), dtype=torch.float64))
             total = total + len(subset) / len(members) * summed / tokens
     return total / len(names)
+
+
+def ppo_token_loss(log_prob, old, advantage, low, high, dual):
+    """PPO's clipped loss with dual clip, per token (arXiv 1707.06347, 1912.09729)."""
+    rows = []
+    for lp_row, old_row, a in zip(log_prob, old, advantage, strict=True):
+        ratio = torch.exp(torch.clamp(lp_row - old_row, -20, 20))
+        clipped = torch.maximum(-a * ratio, -a * torch.clamp(ratio, 1 - low, 1 + high))
+        rows.append(torch.minimum(clipped, -a * dual) if a < 0 else clipped)
+    return torch.stack(rows)
+
+
+def low_variance_kl(log_prob, ref):
+    """k3 of Schulman's note: exp(d) - d - 1 with d = log ref - log p."""
+    d = ref - log_prob
+    return torch.exp(d) - d - 1

@@ -106,8 +106,8 @@ def pool_mean_length(
     mean = _sum_by(pool, session_length) / count.clamp(min=1)
     if session_B is None:
         return torch.where(filled, mean[pool], 0.0)
-    rows_per_session = filled.sum() / session_filled.sum().clamp(min=1)
-    return torch.where(filled, mean[pool][session] / rows_per_session.clamp(min=1), 0.0)
+    sessions_per_row = session_filled.sum().double() / filled.sum().clamp(min=1)
+    return torch.where(filled, mean[pool][session] * sessions_per_row, 0.0)
 
 
 def aggregate(

@@ -523,6 +523,11 @@ def install() -> None:
         wrapt.register_post_import_hook(functools.partial(_attach, seam), seam.module)
 
 
+def is_installed() -> bool:
+    """Whether `install` has run in this process."""
+    return _installed
+
+
 def check_verl_version() -> str:
     """verl's version, if it is supported; UnsupportedVerlError if not. Does not import verl."""
     version = verl_version()

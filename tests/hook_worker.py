@@ -1,0 +1,51 @@
+"""One rank of a multi-process check of the real hook; `test_ranks.py` starts several. Prints one JSON line per setting."""
+
+import itertools
+import json
+import sys
+
+import torch
+import verl  # noqa: F401  loads the plugin, as in any verl process
+import verl_harness as harness
+
+
+def settings(world: int):
+    """(mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
+    for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), ("nested", "padded")):
+        yield mode, layout, 1, None, 1, False
+        yield mode, layout, 1, 1, 1, False
+        yield mode, layout, 2, 2, 1, True
+        yield mode, layout, 2, None, 2, True
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rollouts = harness.make_rollouts(seed=5, groups=8, size=4)
+    rows = len(rollouts)
+    mine = list(range(rows))[rank::world]  # every group on every rank
+    for mode, layout, mini_batches, micro, epochs, shuffle in settings(world):
+        config = harness.make_actor_config(mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+        worker = harness.make_worker(rollouts, config, micro, max_tokens=24)
+        mini = rows // mini_batches
+        metrics = harness.update(worker, harness.to_tensordict(rollouts, mine, layout), mini, epochs, shuffle)
+        theta = rollouts.theta.clone().requires_grad_()
+        expected = harness.expected_loss(rollouts, mode, theta, config, mini)
+        (gradient,) = torch.autograd.grad(expected, theta)
+        got = torch.stack(worker.engine.gradients).view(epochs, mini_batches, -1).sum(1)
+        error = ((got - gradient.flatten()).abs().max() / gradient.abs().max()).item()
+        logged = sum(metrics["loss"]) / epochs
+        if rank == 0:
+            record = {
+                "setting": [mode, layout, mini_batches, micro, epochs, shuffle],
+                "gradient_error": error,
+                "logged": logged,
+                "expected": expected.item(),
+                "updates": len(worker.engine.gradients),
+            }
+            print(json.dumps(record), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
