@@ -24,7 +24,10 @@ done
 
 export RESULTS_DIR=${RESULTS_DIR:-results}
 export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
-if [[ $(sed -n 's/^ *- cluster: *//p' "$config/$recipe.yaml") == cpu || " $* " == *" cluster=cpu "* ]]; then
+# The cluster: an override on the command line, or else the recipe's own.
+cluster=$(printf '%s\n' "$@" | sed -n 's/^cluster=//p' | tail -n 1)
+cluster=${cluster:-$(sed -nE 's/^ *- (override )?cluster: *([^ #]*).*/\2/p' "$config/$recipe.yaml")}
+if [[ $cluster == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
     export VERL_PLATFORM=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
@@ -36,4 +39,4 @@ fi
 # verl's file logger has no option for its path.
 VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-$RESULTS_DIR} \
     exec "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe" \
-    "arm=$arm" "hydra.run.dir=." "hydra.output_subdir=null" "$@"
+    "arm=$arm" "hydra.searchpath=[pkg://verl.trainer.config]" "hydra.run.dir=." "hydra.output_subdir=null" "$@"

@@ -4,6 +4,10 @@ import os
 import sys
 from pathlib import Path
 
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platform
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes" / "demo"))
+# Processes that tests start import verl, too: less garbage collection while they do (see the file there).
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(RECIPES / "cpu_site"), os.environ.get("PYTHONPATH")]))
+sys.path.insert(0, str(RECIPES / "demo"))

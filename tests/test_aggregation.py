@@ -170,12 +170,12 @@ def test_order_and_kind_of_labels_do_not_matter(batch, mode, rng):
 
 
 def test_known_agreements_between_modes():
-    equal_in_cells = dict(length_B=[4, 4, 6, 6, 3, 3], group_B="aaaabb", sign_B=[1, 1, -1, -1, 1, 1])
+    equal_in_cells = {"length_B": [4, 4, 6, 6, 3, 3], "group_B": "aaaabb", "sign_B": [1, 1, -1, -1, 1, 1]}
     assert torch.equal(
         pool_mean_length("balanced", **equal_in_cells), pool_mean_length("seq-mean-token-mean", **equal_in_cells)
     )
-    equal_means = dict(length_B=[2, 6, 3, 5], group_B="aaaa", sign_B=[1, 1, -1, -1])
-    one_sign = dict(length_B=[2, 7, 9], group_B="aaa", sign_B=[1, 1, 1])
+    equal_means = {"length_B": [2, 6, 3, 5], "group_B": "aaaa", "sign_B": [1, 1, -1, -1]}
+    one_sign = {"length_B": [2, 7, 9], "group_B": "aaa", "sign_B": [1, 1, 1]}
     for same in (equal_means, one_sign):
         assert torch.equal(pool_mean_length("balanced", **same), pool_mean_length("group-mean-token-mean", **same))
 
@@ -234,7 +234,9 @@ def test_sum_rule_over_rows_with_sessions_and_single_row_sessions_change_nothing
     _, mask, groups, signs = batch
     length = mask.sum(-1)
     alone = [f"s{i}" for i in range(len(groups))]
-    assert torch.equal(pool_mean_length(mode, length, groups, signs, alone), pool_mean_length(mode, length, groups, signs))
+    assert torch.equal(
+        pool_mean_length(mode, length, groups, signs, alone), pool_mean_length(mode, length, groups, signs)
+    )
     # The same session number in two groups is two sessions.
     session = [data.draw(st.integers(0, 1)) for _ in groups]
     first = {}
@@ -299,7 +301,7 @@ def test_bad_arguments_of_aggregate_are_named():
         aggregate(loss, mask, torch.ones(3), 2)
     with pytest.raises(ValueError, match="token_loss"):
         aggregate(loss, torch.ones(2, 1), mean_length, 2)
-    with pytest.raises(ValueError, match="num_responses.*got 0"):
+    with pytest.raises(ValueError, match=r"num_responses.*got 0"):
         aggregate(loss, mask, mean_length, 0)
 
 

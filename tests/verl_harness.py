@@ -15,6 +15,7 @@ from verl.utils import tensordict_utils as tu
 ENTROPY_SLOPE = 0.5  # entropy = slope · θ: any function of θ serves to test the entropy term
 PROMPT_LENGTH = 2
 
+
 @dataclass
 class Rollouts:
     """One update: rows in verl's order. Masks may have holes; `theta` and `old` are [rows, T] and float64."""
@@ -33,6 +34,7 @@ class Rollouts:
     def sign(self) -> list[int]:
         return [int(a.sign()) for a in self.advantage]
 
+
 def make_rollouts(seed: int, groups: int, size: int, width: int = 9, empties: bool = True) -> Rollouts:
     """Random groups, in an order that scatters each over the whole batch."""
     g = torch.Generator().manual_seed(seed)
@@ -48,6 +50,7 @@ def make_rollouts(seed: int, groups: int, size: int, width: int = 9, empties: bo
     order = torch.randperm(rows, generator=g)
     uid = [f"prompt-{i // size}" for i in range(rows)]
     return Rollouts([uid[i] for i in order], advantage[order], mask[order], theta[order], old[order])
+
 
 def to_tensordict(rollouts: Rollouts, rows: list[int], layout: str) -> TensorDict:
     """These rows as verl's trainers hand them to the worker: 'nested' (v1) or 'padded' (legacy)."""
@@ -86,11 +89,13 @@ def to_tensordict(rollouts: Rollouts, rows: list[int], layout: str) -> TensorDic
         tu.assign_non_tensor(batch, max_response_len=width)
     return batch
 
+
 def make_actor_config(mode: str, **settings):
     from verl.workers.config import FSDPActorConfig
 
     defaults = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 2, "clip_ratio_high": 0.28}
     return FSDPActorConfig(loss_agg_mode=mode, **{**defaults, **settings})
+
 
 def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens: int, loss=None):
     """verl's TrainingWorker around a parameter; `micro_batch=None` means dynamic micro-batches of `max_tokens`."""
@@ -151,6 +156,7 @@ def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens:
     worker.loss_fn = partial(loss or engine_workers.ppo_loss, config=config)
     return worker
 
+
 def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: bool = False) -> dict:
     """One update as verl's trainers ask for it; returns the metrics that would be logged."""
     tu.assign_non_tensor(
@@ -164,6 +170,7 @@ def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: 
     )
 
     return tu.get(worker.train_mini_batch(data), "metrics")
+
 
 def expected_loss(rollouts: Rollouts, mode: str, theta, config, num_responses: int):
     """The whole loss of one epoch, from the literal reference: policy term, minus entropy, plus KL to the reference."""

@@ -166,7 +166,8 @@ def _codes(name: str, labels: Labels) -> torch.Tensor:
         if labels.is_floating_point() or labels.ndim != 1:
             raise ValueError(f"{name}: expected a 1-d integer tensor or hashables; got {labels.dtype} {labels.ndim}-d")
         return _renumber(labels.detach().cpu())
-    labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)  # numpy arrays hash slowly
+    tolist = getattr(labels, "tolist", None)
+    labels = tolist() if tolist else labels  # the items of a numpy array hash slowly
     number: defaultdict[Hashable, int] = defaultdict()
     number.default_factory = number.__len__  # an unseen label gets the next number
     return torch.tensor(list(map(number.__getitem__, labels)), dtype=torch.int64)

@@ -200,7 +200,7 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
         mode: one of `MODES`.
         data: this rank's share of one update, a TensorDict with `uid`, `advantages` and `response_mask`, padded or
             nested; optionally `session_id`.
-        group: the data-parallel process group; None where this process holds the whole batch.
+        group: the data-parallel process group; None for the whole world.
 
     Returns:
         float64 [rows] on the CPU [tokens], 0 for an empty response.
@@ -211,7 +211,7 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
             more than one sign.
     """
     fields = ["uid", "advantages", "response_mask"]
-    absent = [name for name in fields if name not in data.keys()]
+    absent = [name for name in fields if name not in data]
     if absent:
         raise KeyError(
             f"{_MODE_KEY}={mode} needs {', '.join(absent)} in the batch of train_mini_batch, got only "
@@ -219,7 +219,7 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
         )
     length, sign = response_length_and_sign(data["response_mask"], data["advantages"])
     uid = _column_as_list(data, "uid")
-    session = _column_as_list(data, "session_id") if "session_id" in data.keys() else None
+    session = _column_as_list(data, "session_id") if "session_id" in data else None
     for name, column in (("uid", uid), ("session_id", session)):
         if column is not None and len(column) != len(length):
             raise ValueError(f"{name}: expected one entry per row, {len(length)}; got {len(column)}")
@@ -277,9 +277,13 @@ def _column_as_list(data: Any, name: str) -> list:
 
 
 def _all_gather(mine: dict, group: Any) -> tuple[list[dict], int]:
-    """Every rank's share in rank order, and this rank's place. Plain Python objects: any backend carries them."""
+    """Every rank's share in rank order, and this rank's place. Plain Python objects: any backend carries them.
+
+    A group of None is the whole world, as in torch: verl's torchtitan engine may say so where tensor-parallel peers hold
+    the same rows. Counted more than once, rows leave every mean as it is.
+    """
     distributed = torch.distributed
-    if group is None or not distributed.is_initialized() or distributed.get_world_size(group) == 1:
+    if not distributed.is_initialized() or distributed.get_world_size(group) == 1:
         return [mine], 0
     shares: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(shares, mine, group=group)
@@ -311,7 +315,7 @@ def _wrap_loss(original: Callable) -> Callable:
             infos.append(distillation.global_batch_info)  # verl copies our entry there
         before = [info.get(COLUMN) for info in infos]
         try:
-            if data is not None and COLUMN in data.keys():
+            if data is not None and COLUMN in data:
                 config.global_batch_info[COLUMN] = data[COLUMN]
             return original(*args, **kwargs)
         finally:
@@ -345,14 +349,11 @@ def _wrap_agg_loss(original: Callable) -> Callable:
             return original(
                 loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
             )
-        lacking = [
-            name
-            for name, value in ((COLUMN, pool_mean_length), ("global_batch_size", global_batch_size))
-            if value is None
-        ]
-        if lacking:
+        if pool_mean_length is None or global_batch_size is None:
+            given = {COLUMN: pool_mean_length, "global_batch_size": global_batch_size}
             raise ValueError(
-                f"agg_loss with loss_agg_mode={loss_agg_mode} was called without {' and '.join(lacking)}. They are in "
+                f"agg_loss with loss_agg_mode={loss_agg_mode} was called without "
+                f"{' and '.join(name for name, value in given.items() if value is None)}. They are in "
                 "config.global_batch_info: a policy loss must pass **config.global_batch_info on to agg_loss, and the "
                 "update must go through TrainingWorker.train_mini_batch. Counts of the micro-batch alone would train "
                 "something else, so there is no fallback"
@@ -591,9 +592,7 @@ def seam_fault(seam: Seam) -> str | None:
 
 def stale_bindings() -> list[tuple[str, str]]:
     """Every (module attribute, seam) that still names a function of verl that was replaced everywhere."""
-    everywhere = {
-        id(_originals[seam.name]): seam.name for seam in SEAMS if seam.everywhere and seam.name in _originals
-    }
+    everywhere = {id(_originals[seam.name]): seam.name for seam in SEAMS if seam.everywhere and seam.name in _originals}
     return [(f"{m.__name__}.{key}", everywhere[id(value)]) for m, key, value in _bindings() if id(value) in everywhere]
 
 

@@ -15,6 +15,7 @@ from typing import Annotated
 import summary
 import typer
 from prepare import console, prepare
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -55,6 +56,8 @@ def train(
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results.resolve()), "PYTHON": sys.executable}
     total = steps or config_steps(config)
+    if not console.is_terminal:
+        console.print(f"{arm:>10}: {total} steps, log in {folder / 'train.log'}", highlight=False)
     columns = (
         TextColumn(f"{arm:>10}"),
         BarColumn(),
@@ -97,7 +100,9 @@ def config_steps(config: str) -> int:
     """`trainer.total_training_steps` of a recipe's config."""
     import yaml
 
-    return yaml.safe_load((ROOT / "recipes" / "config" / f"{config}.yaml").read_text())["trainer"]["total_training_steps"]
+    return yaml.safe_load((ROOT / "recipes" / "config" / f"{config}.yaml").read_text())["trainer"][
+        "total_training_steps"
+    ]
 
 
 def run_name(config: str) -> str:
@@ -125,7 +130,9 @@ def read_run(results: Path, config: str, arm: str, seed: int, model: Path) -> su
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="Hydra overrides for every arm")] = None,
-    arms: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(ARMS)}; or 'all'")] = ",".join(DEFAULT_ARMS),
+    arms: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(ARMS)}; or 'all'")] = ",".join(
+        DEFAULT_ARMS
+    ),
     model: Annotated[Path | None, typer.Option(help="a local Hugging Face chat model instead of the tiny one")] = None,
     steps: Annotated[int | None, typer.Option(help="training steps an arm (default: the recipe's)")] = None,
     seed: Annotated[int, typer.Option()] = 1,
@@ -154,11 +161,12 @@ def main(
     folder = results / run_name(config)
     (folder / "summary.md").write_text(summary.markdown(runs))
     summary.draw(runs, folder / "curves.png")
-    table = Table(*summary.HEADER, title="the same recipe under several aggregations")
+    table = Table(*summary.HEADER, title="the same recipe under several aggregations", caption=summary.CAPTION)
     for run in runs:
         table.add_row(*summary.row(run))
-    console.print(table)
-    console.print(
+    screen = Console(width=None if sys.stdout.isatty() else 110)
+    screen.print(table)
+    screen.print(
         "On policy with binary rewards the balanced and the sequence loss are 0 to float precision, whatever the split over "
         "ranks and micro-batches; token aggregation's is not.\n"
         f"{folder / 'curves.png'}, {folder / 'summary.md'}, metrics in {folder}/*.jsonl; "

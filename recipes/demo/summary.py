@@ -55,16 +55,11 @@ def mean_of(values) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-HEADER = (
-    "arm",
-    "loss_agg_mode",
-    f"score, first {WINDOW}",
-    f"score, last {WINDOW}",
-    "mean |pg_loss|",
-    f"length +, last {WINDOW}",
-    f"length −, last {WINDOW}",
-    "s / step",
+HEADER = ("arm", "loss_agg_mode", "score, first", "score, last", "|pg_loss|", "length +", "length −", "s/step")
+CAPTION = (
+    f"first, last: mean of {WINDOW} steps; |pg_loss|: mean of all; lengths of responses with positive and negative "
 )
+CAPTION += f"advantage [tokens]: last {WINDOW} steps"
 
 
 def row(run: Run) -> tuple[str, ...]:
@@ -113,9 +108,7 @@ def draw(runs: list[Run], path: Path) -> None:
         axes[2].plot(steps, smooth(run.length[1]), **{**style, "linewidth": 1})
     axes[0].set(title=f"Score (mean of {WINDOW} steps)", xlabel="step", ylabel="mean score", ylim=(0, 1))
     axes[1].set(title="|actor/pg_loss| on policy", xlabel="step", ylabel="|loss|", yscale="log")
-    axes[2].set(
-        title=f"Length: negatives thick, positives thin (mean of {WINDOW})", xlabel="step", ylabel="tokens", ylim=(0, None)
-    )
+    axes[2].set(title="Length: negatives thick, positives thin", xlabel="step", ylabel="tokens", ylim=(0, None))
     axes[0].legend(frameon=False)
     for axis in axes:
         axis.grid(alpha=0.3)

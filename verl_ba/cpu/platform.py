@@ -70,9 +70,17 @@ def platform_class() -> type:
     class PlatformCPU(PlatformBase):
         """The CPU as verl's accelerator; methods as documented in verl's PlatformBase."""
 
-        device_name = property(lambda self: "cpu")
-        vendor_name = property(lambda self: "cpu")
-        device_module = property(lambda self: _shared_device_module())
+        @property
+        def device_name(self) -> str:
+            return "cpu"
+
+        @property
+        def vendor_name(self) -> str:
+            return "cpu"
+
+        @property
+        def device_module(self) -> ModuleType:
+            return _shared_device_module()
 
         def is_available(self) -> bool:
             return True

@@ -1,0 +1,124 @@
+"""verl's real trainer on the CPU: Ray, two FSDP ranks, vLLM. A run takes a minute or two, so each checks several things.
+
+On policy (one mini-batch a step), with GRPO advantages and binary rewards, the balanced policy loss is 0 in every group, so
+`actor/pg_loss` is 0 to float precision whatever the split; token-mean's is not.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prepare import prepare
+
+ROOT = Path(__file__).parents[1]
+STEPS = 3
+pytestmark = pytest.mark.trainer
+
+
+@pytest.fixture(scope="session")
+def prepared():
+    return prepare(ROOT / ".cache")
+
+
+def launch(prepared, results, arm, *overrides) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Run the demo's recipe for a few steps; its completed process and the metrics of each step."""
+    command = [
+        "bash",
+        str(ROOT / "recipes" / "launch.sh"),
+        "demo",
+        arm,
+        f"actor_rollout_ref.model.path={prepared['model'].resolve()}",
+        f"data.train_files={prepared['train'].resolve()}",
+        f"data.val_files={prepared['validation'].resolve()}",
+        f"trainer.total_training_steps={STEPS}",
+        *overrides,
+    ]
+    environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
+    environment.pop("PYTHONPATH", None)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900
+    )
+    log = results / "demo" / f"{arm}-seed1.jsonl"
+    steps = [json.loads(line)["data"] for line in log.read_text().splitlines()] if log.exists() else []
+    return result, [step for step in steps if "actor/pg_loss" in step]
+
+
+def pg_losses(result, steps) -> list[float]:
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert len(steps) == STEPS
+    assert all(math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0 for step in steps)
+    return [abs(step["actor/pg_loss"]) for step in steps]
+
+
+def test_v1_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
+    """FSDP1, dynamic micro-batches small enough to split every rank's share."""
+    split = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"
+    result, steps = launch(prepared, tmp_path, "balanced", split, "actor_rollout_ref.actor.entropy_coeff=0.001")
+    assert max(pg_losses(result, steps)) <= 1e-6
+    for rank in range(2):  # each worker says once what is attached
+        line = f"[verl_ba] rank {rank}: actor_rollout_ref.actor.loss_agg_mode=balanced; verl_ba"
+        assert result.stdout.count(line) == 1
+
+
+def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
+    """The control: the same check can fail."""
+    losses = pg_losses(*launch(prepared, tmp_path, "verl-token"))
+    assert min(losses) > 1e-3
+
+
+def test_v1_trainer_with_fsdp2_and_fixed_micro_batches(prepared, tmp_path):
+    overrides = (
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    )
+    assert max(pg_losses(*launch(prepared, tmp_path, "balanced", *overrides))) <= 1e-6
+
+
+def test_legacy_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
+    """Padded batches, a reference policy and a KL term; the policy term alone is logged as pg_loss."""
+    overrides = (
+        "trainer.use_v1=False",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+    )
+    result, steps = launch(prepared, tmp_path, "balanced", *overrides)
+    assert max(pg_losses(result, steps)) <= 1e-6
+    assert steps[-1]["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "policy_loss.loss_mode=sapo ignores"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae gives the tokens of one response"),
+        ("actor_rollout_ref.actor.loss_agg_mode=balenced", "loss_agg_mode='balenced' is not a loss aggregation mode"),
+    ],
+)
+def test_a_refused_run_ends_before_ray_starts(prepared, tmp_path, override, message):
+    result, steps = launch(prepared, tmp_path, "balanced", override)
+    assert result.returncode != 0
+    assert message in result.stdout
+    assert "Started a local Ray instance" not in result.stdout
+    assert not steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "balenced"], "Arms: balanced sequence token verl-token"),
+        (["nothing", "balanced"], "Recipes: demo"),
+        ([], "bash recipes/launch.sh RECIPE ARM"),
+    ],
+)
+def test_the_launcher_names_what_it_does_not_know(arguments, message):
+    result = subprocess.run(
+        ["bash", str(ROOT / "recipes" / "launch.sh"), *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert message in result.stdout + result.stderr
