@@ -23,13 +23,13 @@ for choice in "$config/$recipe.yaml" "$config/arm/$arm.yaml"; do
 done
 
 export RESULTS_DIR=${RESULTS_DIR:-results}
-export RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=disabled TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
+export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
 # The cluster: an override on the command line, or else the recipe's own.
 cluster=$(printf '%s\n' "$@" | sed -n 's/^cluster=//p' | tail -n 1)
 cluster=${cluster:-$(sed -nE 's/^ *- (override )?cluster: *([^ #]*).*/\2/p' "$config/$recipe.yaml")}
 if [[ $cluster == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
-    export VERL_PLATFORM=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export VERL_PLATFORM=cpu RAY_AUTH_MODE=disabled OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export VLLM_ENABLE_V1_MULTIPROCESSING=0  # lets rollout.engine_kwargs choose the executor "uni"
     export PYTHONPATH=$here/cpu_site${PYTHONPATH:+:$PYTHONPATH}

@@ -70,14 +70,18 @@ def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
     assert min(losses) > 1e-3
 
 
-def test_v1_trainer_with_fsdp2_and_fixed_micro_batches(prepared, tmp_path):
+def test_v1_trainer_with_fsdp2_fixed_micro_batches_and_a_reference_policy(prepared, tmp_path):
     overrides = (
         "actor_rollout_ref.actor.strategy=fsdp2",
         "actor_rollout_ref.actor.use_dynamic_bsz=False",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.actor.use_kl_loss=True",
     )
-    assert max(pg_losses(*launch(prepared, tmp_path, "balanced", *overrides))) <= 1e-6
+    result, steps = launch(prepared, tmp_path, "balanced", *overrides)
+    assert max(pg_losses(result, steps)) <= 1e-6
+    assert steps[-1]["actor/kl_loss"] > 0
 
 
 def test_legacy_trainer_balanced_is_zero_on_policy(prepared, tmp_path):

@@ -155,6 +155,9 @@ def install() -> None:
     if PlatformRegistry.get("cpu") is not None:
         return
     PlatformRegistry.register("cpu")(platform_class())
+    if not torch.accelerator.is_available():
+        # FSDP pins what it offloads (a reference policy), for copies to an accelerator; torch refuses where there is none.
+        torch.Tensor.pin_memory = lambda self, *_, **__: self
     # The engine registry knows cuda and npu only; FSDP itself does not mind.
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     for module, hook in (
