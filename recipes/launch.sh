@@ -22,6 +22,19 @@ for choice in "$config/$recipe.yaml" "$config/arm/$arm.yaml"; do
     fi
 done
 
+# verl would look for a missing path on a hub, or fail once Ray is up.
+for override in "$@"; do
+    path=${override#*=}
+    case $override in
+        data.train_files=[!\[]* | data.val_files=[!\[]* | actor_rollout_ref.model.path=[/.]*)
+            if [[ $path != *://* && ! -e $path ]]; then
+                echo "launch.sh: ${override%%=*}=$path: no such file or folder (from $PWD). Give an existing path" >&2
+                exit 2
+            fi
+            ;;
+    esac
+done
+
 export RESULTS_DIR=${RESULTS_DIR:-results}
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
 # The cluster: an override on the command line, or else the recipe's own.

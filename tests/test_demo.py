@@ -134,3 +134,21 @@ def test_arms_differ_in_one_key_and_in_their_names(config):
         named = {k for k in differs if "balanced-seed1" in str(base[k]) or k == ".arm_name"}
         # the critic inherits the mode by interpolation; it is not used under GRPO
         assert differs - named == {".actor_rollout_ref.actor.loss_agg_mode", ".critic.loss_agg_mode"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "balenced"], "Arms: balanced sequence token verl-token"),
+        (["nothing", "balanced"], "Recipes: demo"),
+        ([], "bash recipes/launch.sh RECIPE ARM"),
+        (["demo", "balanced", "data.train_files=no.parquet"], "data.train_files=no.parquet: no such file or folder"),
+        (["demo", "token", "actor_rollout_ref.model.path=./no"], "actor_rollout_ref.model.path=./no: no such file"),
+    ],
+)
+def test_the_launcher_names_what_it_does_not_know(arguments, message):
+    result = subprocess.run(
+        ["bash", str(ROOT / "recipes" / "launch.sh"), *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert message in result.stdout + result.stderr

@@ -110,19 +110,3 @@ def test_a_refused_run_ends_before_ray_starts(prepared, tmp_path, override, mess
     assert message in result.stdout
     assert "Started a local Ray instance" not in result.stdout
     assert not steps
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "balenced"], "Arms: balanced sequence token verl-token"),
-        (["nothing", "balanced"], "Recipes: demo"),
-        ([], "bash recipes/launch.sh RECIPE ARM"),
-    ],
-)
-def test_the_launcher_names_what_it_does_not_know(arguments, message):
-    result = subprocess.run(
-        ["bash", str(ROOT / "recipes" / "launch.sh"), *arguments], capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 2
-    assert message in result.stdout + result.stderr

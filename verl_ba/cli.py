@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -28,8 +29,6 @@ def doctor(
 ) -> None:
     """Say what is installed, which seams attach in this verl, and why not. Exit status 1 if a mode would not work."""
     console = Console(width=None if sys.stdout.isatty() else 120)
-    faults: list[str] = []
-
     if not quiet:
         table = Table(title=f"verl_ba {__version__}, Python {platform.python_version()}")
         table.add_column("package")
@@ -43,7 +42,8 @@ def doctor(
     except hooks.UnsupportedVerlError as error:
         finish(console, [str(error)])
 
-    faults += loading_faults()
+    faults = loading_faults()
+    warnings.simplefilter("ignore")  # verl names every engine that is not installed
     import verl  # loads the plugins
 
     if not hooks.is_installed():

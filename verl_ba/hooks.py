@@ -25,7 +25,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -592,8 +592,8 @@ def seam_fault(seam: Seam) -> str | None:
 
 def stale_bindings() -> list[tuple[str, str]]:
     """Every (module attribute, seam) that still names a function of verl that was replaced everywhere."""
-    everywhere = {id(_originals[seam.name]): seam.name for seam in SEAMS if seam.everywhere and seam.name in _originals}
-    return [(f"{m.__name__}.{key}", everywhere[id(value)]) for m, key, value in _bindings() if id(value) in everywhere]
+    replaced = {id(_originals[seam.name]): seam.name for seam in SEAMS if seam.everywhere and seam.name in _originals}
+    return [(f"{module.__name__}.{key}", replaced[i]) for module, key, i in _bindings(set(replaced))]
 
 
 def describe() -> str:
@@ -618,9 +618,8 @@ def _attach(seam: Seam, module: ModuleType) -> None:
     setattr(_resolve(module, owner) if owner else module, attribute, replacement)
     _originals[seam.name] = original
     if seam.everywhere:
-        for other, key, value in _bindings():
-            if value is original:
-                setattr(other, key, replacement)
+        for other, key, _ in _bindings({id(original)}):
+            setattr(other, key, replacement)
 
 
 def _report(seam: Seam, problem: str) -> None:
@@ -632,12 +631,13 @@ def _resolve(owner: Any, dotted: str) -> Any:
     return functools.reduce(getattr, dotted.split("."), owner)
 
 
-def _bindings() -> Sequence[tuple[ModuleType, str, Any]]:
-    """Every name in every loaded module, without triggering lazy attributes."""
+def _bindings(ids: set[int]) -> list[tuple[ModuleType, str, int]]:
+    """Every name in any loaded module that is bound to one of these objects; lazy attributes are not triggered."""
     found = []
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and module.__name__ != __name__:
-            found += [(module, key, value) for key, value in list(vars(module).items())]
+        if not isinstance(module, ModuleType) or ids.isdisjoint(map(id, vars(module).values())):  # loops in C
+            continue
+        found += [(module, key, id(value)) for key, value in list(vars(module).items()) if id(value) in ids]
     return found
 
 

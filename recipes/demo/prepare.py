@@ -135,6 +135,9 @@ def sampled_accuracy(model, tokenizer, entries: list[dict], max_new_tokens: int)
 
 def warm_start(settings: Settings, out: Path) -> dict:
     """Train the tiny model on demonstrations until it answers some questions, and save it. Returns what it reached."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     rng = random.Random(settings.seed)
     pool = chain_sum.questions(chain_sum.DEMONSTRATION_SEED, 10**6, **settings.task)
     sample = [pool[i] for i in range(3000)]
@@ -191,6 +194,7 @@ def write_parquet(path: Path, seed: int, size: int, task: dict, instruction: str
     """Questions in verl's parquet columns."""
     import datasets
 
+    datasets.disable_progress_bars()
     rows = [
         {
             "data_source": f"reasoning_gym/{chain_sum.TASK}",
@@ -222,7 +226,7 @@ def prepare(cache: Path, model: Path | None = None, settings: Settings | None = 
     out.mkdir(parents=True)
     if model is None:
         reached = warm_start(settings, paths["model"])
-        console.print(f"warm start: {reached}")
+        console.print(f"warm start: {reached}", highlight=False, soft_wrap=True)
         write_parquet(paths["train"], chain_sum.TRAIN_SEED, 20_000, settings.task)
         write_parquet(paths["validation"], chain_sum.VALIDATION_SEED, 256, settings.task)
     else:
