@@ -3,8 +3,8 @@
 .PHONY: help setup demo test test-fast test-trainer lint format bench doctor lock clean
 
 VENV := .venv
-PY := $(VENV)/bin/python
-export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+BIN := $(VENV)/bin
+PY := $(BIN)/python
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 16
@@ -26,16 +26,16 @@ test-trainer: setup  ## verl's real trainer on the CPU
 	@$(PY) -m pytest -m trainer
 
 lint: setup  ## ruff, pyright, shellcheck
-	@ruff check . && ruff format --check . && pyright && shellcheck recipes/*.sh requirements/*.sh .ci/run
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh requirements/*.sh .ci/run
 
 format: setup  ## ruff's formatting and fixes
-	@ruff check --fix . && ruff format .
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench: setup  ## cost of the aggregation against verl's token-mean, and of a million pool lengths
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/aggregation.py
 
 doctor: setup  ## what is installed, and does it attach
-	@verl-ba doctor
+	@$(BIN)/verl-ba doctor
 
 lock: setup  ## write requirements/lock.txt from the environment
 	@bash requirements/lock.sh $(VENV)

@@ -49,7 +49,9 @@ if [[ $cluster == cpu ]]; then
     export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
     export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 fi
+# shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
+run_dir='hydra.run.dir=${run_dir}'
 # verl's file logger has no option for its path.
 VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-$RESULTS_DIR} \
     exec "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe" \
-    "arm=$arm" "hydra.searchpath=[pkg://verl.trainer.config]" "hydra.run.dir=." "hydra.output_subdir=null" "$@"
+    "arm=$arm" "hydra.searchpath=[pkg://verl.trainer.config]" "$run_dir" "$@"

