@@ -55,11 +55,11 @@ def mean_of(values) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-HEADER = ("arm", "loss_agg_mode", "score, first", "score, last", "|pg_loss|", "length +", "length −", "s/step")
+HEADER = ("arm", "loss_agg_mode", "score, first", "score, last", "abs pg_loss", "length +", "length −", "s/step")
 CAPTION = (
-    f"first, last: mean of {WINDOW} steps; |pg_loss|: mean of all; lengths of responses with positive and negative "
+    f"first, last: mean of {WINDOW} steps; abs pg_loss: mean of all steps; length in tokens of the responses "
+    f"with positive and negative advantage: last {WINDOW} steps"
 )
-CAPTION += f"advantage [tokens]: last {WINDOW} steps"
 
 
 def row(run: Run) -> tuple[str, ...]:
