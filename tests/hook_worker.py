@@ -44,6 +44,14 @@ def main() -> None:
                 "updates": len(worker.engine.gradients),
             }
             print(json.dumps(record), flush=True)
+    # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left.
+    data = harness.to_tensordict(rollouts, mine, "padded")
+    if rank == world - 1:
+        data.pop("uid")
+    try:
+        worker.train_mini_batch(data)
+    except KeyError as error:
+        print(f"rank {rank}: {error}", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -40,7 +40,9 @@ def run_ranks(world: int) -> list[dict]:
     outputs = [process.communicate(timeout=300) for process in processes]
     for process, (out, err) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, out + err[-3000:]
-    for rank, (_, err) in enumerate(outputs):  # every rank says once what is attached
+    for rank, (out, err) in enumerate(outputs):
+        assert "needs uid in the batch of train_mini_batch" in out.splitlines()[-1], f"rank {rank}"
+        # every rank says what is attached
         assert f"rank {rank}: actor_rollout_ref.actor.loss_agg_mode=balanced; verl_ba" in err
     return [json.loads(line) for line in outputs[0][0].splitlines() if line.startswith("{")]
 

@@ -210,32 +210,38 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
         ValueError: a field has the wrong number of rows; an advantage is not finite; a response has advantages of
             more than one sign.
     """
-    fields = ["uid", "advantages", "response_mask"]
-    absent = [name for name in fields if name not in data]
+    try:
+        mine = _local_rows(mode, data)
+    except (KeyError, ValueError) as error:  # raised on every rank below: none may be left waiting in the collective
+        mine = error
+    shares, rank = _all_gather(mine, group)
+    for share in shares:
+        if isinstance(share, Exception):
+            raise share
+    length, uid, sign, session = (
+        [value for share in shares for value in share[name]] for name in ("length", "uid", "sign", "session_id")
+    )
+    mean_length = pool_mean_length(mode, length, uid, sign, session or None)
+    start = sum(len(share["uid"]) for share in shares[:rank])
+    return mean_length[start : start + len(shares[rank]["uid"])]
+
+
+def _local_rows(mode: str, data: Any) -> dict[str, list]:
+    """What the other ranks need to know of this rank's rows, as plain Python lists; `session_id` is empty without one."""
+    absent = [name for name in ("uid", "advantages", "response_mask") if name not in data]
     if absent:
         raise KeyError(
             f"{_MODE_KEY}={mode} needs {', '.join(absent)} in the batch of train_mini_batch, got only "
             f"{sorted(map(str, data.keys()))}. verl's trainers put it there; a custom trainer or worker must not drop it"
         )
     length, sign = response_length_and_sign(data["response_mask"], data["advantages"])
-    uid = _column_as_list(data, "uid")
-    session = _column_as_list(data, "session_id") if "session_id" in data else None
-    for name, column in (("uid", uid), ("session_id", session)):
-        if column is not None and len(column) != len(length):
-            raise ValueError(f"{name}: expected one entry per row, {len(length)}; got {len(column)}")
-
-    mine = {"uid": uid, "length": length.tolist(), "sign": sign.tolist(), "session_id": session}
-    shares, rank = _all_gather(mine, group)
-    all_sessions = [share["session_id"] for share in shares]
-    mean_length = pool_mean_length(
-        mode,
-        _concatenate(share["length"] for share in shares),
-        _concatenate(share["uid"] for share in shares),
-        _concatenate(share["sign"] for share in shares),
-        None if None in all_sessions else _concatenate(all_sessions),
-    )
-    start = sum(len(share["uid"]) for share in shares[:rank])
-    return mean_length[start : start + len(uid)]
+    rows = {"length": length.tolist(), "sign": sign.tolist(), "uid": _column_as_list(data, "uid"), "session_id": []}
+    if "session_id" in data:
+        rows["session_id"] = _column_as_list(data, "session_id")
+    for name in ("uid", "session_id") if rows["session_id"] else ("uid",):
+        if len(rows[name]) != len(length):
+            raise ValueError(f"{name}: expected one entry per row, {len(length)}; got {len(rows[name])}")
+    return rows
 
 
 def response_length_and_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,7 +282,7 @@ def _column_as_list(data: Any, name: str) -> list:
     return list(column) if isinstance(column, list | tuple) else [column] * data.shape[0]
 
 
-def _all_gather(mine: dict, group: Any) -> tuple[list[dict], int]:
+def _all_gather(mine: Any, group: Any) -> tuple[list, int]:
     """Every rank's share in rank order, and this rank's place. Plain Python objects: any backend carries them.
 
     A group of None is the whole world, as in torch: verl's torchtitan engine may say so where tensor-parallel peers hold
@@ -288,10 +294,6 @@ def _all_gather(mine: dict, group: Any) -> tuple[list[dict], int]:
     shares: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(shares, mine, group=group)
     return shares, distributed.get_rank(group)
-
-
-def _concatenate(lists) -> list:
-    return [item for part in lists for item in part]
 
 
 # --------------------------------------------------------------------------------------------------------------------
