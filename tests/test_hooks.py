@@ -404,11 +404,12 @@ def test_bad_batches_are_refused(change, error, message):
         hooks.batch_mean_length("balanced", bad_batch(change), None)
 
 
-def test_nan_at_masked_positions_is_fine():
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -1.0, 1.0])
+def test_advantages_at_masked_positions_do_not_matter(garbage):
     rollouts = harness.make_rollouts(0, 2, 4)
     data = harness.to_tensordict(rollouts, list(range(8)), "padded")
     clean = hooks.batch_mean_length("balanced", data, None)
-    data["advantages"] = torch.where(rollouts.mask, data["advantages"], math.nan)
+    data["advantages"] = torch.where(rollouts.mask, data["advantages"], garbage)
     assert torch.equal(hooks.batch_mean_length("balanced", data, None), clean)
 
 
@@ -481,6 +482,17 @@ def test_importing_verl_ba_has_no_side_effect():
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
     control = run_python("import sys, ray; print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])")
     assert "ray" in control.stdout  # the test can fail
+
+
+def test_importing_verl_loads_no_module_with_a_seam_early():
+    """Most processes of verl never train; loading its engines in them costs seconds and fixes the platform too soon."""
+    code = (
+        "import sys, verl\n"
+        "from verl_ba import hooks\n"
+        "print(hooks.is_installed(), sorted({s.module for s in hooks.SEAMS} & set(sys.modules)))"
+    )
+    # verl/__init__ itself imports verl.utils.config
+    assert run_python(code).stdout.strip() == "True ['verl.utils.config']"
 
 
 def test_modules_that_were_loaded_before_are_rebound_whatever_the_order():
