@@ -9,7 +9,7 @@ import verl  # noqa: F401  loads the plugin, as in any verl process
 import verl_harness as harness
 
 
-def settings(world: int):
+def settings():
     """(mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
     for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), ("nested", "padded")):
         yield mode, layout, 1, None, 1, False
@@ -24,7 +24,7 @@ def main() -> None:
     rollouts = harness.make_rollouts(seed=5, groups=8, size=4)
     rows = len(rollouts)
     mine = list(range(rows))[rank::world]  # every group on every rank
-    for mode, layout, mini_batches, micro, epochs, shuffle in settings(world):
+    for mode, layout, mini_batches, micro, epochs, shuffle in settings():
         config = harness.make_actor_config(mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
         worker = harness.make_worker(rollouts, config, micro, max_tokens=24)
         mini = rows // mini_batches

@@ -60,10 +60,7 @@ def loss_through_verl(rollouts, mode, layout, config=None, rows=None, mean_lengt
     config = config or harness.make_actor_config(mode)
     data = harness.to_tensordict(rollouts, rows, layout)
     theta = rollouts.theta.flatten().clone().requires_grad_()
-    ids = data["input_ids"]
-    log_prob = torch.roll(theta[ids.values()], -1)
-    nest = lambda values: torch.nested.nested_tensor_from_jagged(values, ids.offsets())  # noqa: E731
-    output = {"log_probs": nest(log_prob), "entropy": nest(harness.ENTROPY_SLOPE * log_prob)}
+    output = harness.model_output(theta, data)
     tokens = int(rollouts.mask.sum())
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=size or len(rollouts))
     if mode in MODES:
@@ -247,10 +244,8 @@ def test_aggregation_without_the_column_or_the_batch_size_is_an_error():
     rollouts = harness.make_rollouts(0, 2, 4)
     data = harness.to_tensordict(rollouts, list(range(8)), "nested")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=9, global_batch_size=8)
-    ids = data["input_ids"]
-    zeros = torch.nested.nested_tensor_from_jagged(torch.zeros(len(ids.values())), ids.offsets())
     with pytest.raises(ValueError, match="train_mini_batch"):
-        losses.ppo_loss(config, {"log_probs": zeros}, data)
+        losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)
 
 
 def test_verls_own_modes_are_untouched():

@@ -70,28 +70,28 @@ def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
     assert min(losses) > 1e-3
 
 
-def test_v1_trainer_with_fsdp2_fixed_micro_batches_and_a_reference_policy(prepared, tmp_path):
-    overrides = (
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.actor.use_dynamic_bsz=False",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-    )
-    result, steps = launch(prepared, tmp_path, "balanced", *overrides)
-    assert max(pg_losses(result, steps)) <= 1e-6
-    assert steps[-1]["actor/kl_loss"] > 0
-
-
-def test_legacy_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
-    """Padded batches, a reference policy and a KL term; the policy term alone is logged as pg_loss."""
-    overrides = (
-        "trainer.use_v1=False",
-        "actor_rollout_ref.actor.use_kl_loss=True",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
-    )
-    result, steps = launch(prepared, tmp_path, "balanced", *overrides)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            (
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                "actor_rollout_ref.actor.use_dynamic_bsz=False",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+            ),
+            id="v1-fsdp2-fixed-micro-batches",
+        ),
+        pytest.param(
+            ("trainer.use_v1=False", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"),
+            id="legacy-padded-dynamic-micro-batches",
+        ),
+    ],
+)
+def test_balanced_is_zero_on_policy_beside_a_kl_term(prepared, tmp_path, overrides):
+    """With a reference policy; the policy term alone is logged as pg_loss."""
+    result, steps = launch(prepared, tmp_path, "balanced", "actor_rollout_ref.actor.use_kl_loss=True", *overrides)
     assert max(pg_losses(result, steps)) <= 1e-6
     assert steps[-1]["actor/kl_loss"] > 0
 

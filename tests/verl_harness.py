@@ -90,6 +90,16 @@ def to_tensordict(rollouts: Rollouts, rows: list[int], layout: str) -> TensorDic
     return batch
 
 
+def model_output(theta: torch.Tensor, data: TensorDict) -> dict[str, torch.Tensor]:
+    """What a model's forward pass on these rows would give: log-probability and entropy of each next token."""
+    ids = data["input_ids"]
+    log_prob = torch.roll(theta[ids.values()], -1)  # position p predicts token p + 1
+    return {
+        "log_probs": torch.nested.nested_tensor_from_jagged(log_prob, ids.offsets()),
+        "entropy": torch.nested.nested_tensor_from_jagged(ENTROPY_SLOPE * log_prob, ids.offsets()),
+    }
+
+
 def make_actor_config(mode: str, **settings):
     from verl.workers.config import FSDPActorConfig
 
@@ -97,7 +107,7 @@ def make_actor_config(mode: str, **settings):
     return FSDPActorConfig(loss_agg_mode=mode, **{**defaults, **settings})
 
 
-def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens: int, loss=None):
+def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens: int):
     """verl's TrainingWorker around a parameter; `micro_batch=None` means dynamic micro-batches of `max_tokens`."""
     from functools import partial
 
@@ -139,10 +149,7 @@ def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens:
             return 0.0
 
         def forward_step(self, micro_batch, loss_function, forward_only):
-            ids = micro_batch["input_ids"]
-            log_prob = torch.roll(self.theta[ids.values()], -1)  # position p predicts token p + 1
-            nest = lambda values: torch.nested.nested_tensor_from_jagged(values, ids.offsets())  # noqa: E731
-            output = {"log_probs": nest(log_prob), "entropy": nest(ENTROPY_SLOPE * log_prob)}
+            output = model_output(self.theta, micro_batch)
             loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=None)
             return loss, {"loss": loss.detach().item(), "metrics": metrics, "model_output": {}}
 
@@ -153,7 +160,7 @@ def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens:
     worker.flops_counter = None
     worker.device_name = "cpu"
     worker.profiler = DistProfiler(rank=torch.distributed.get_rank())
-    worker.loss_fn = partial(loss or engine_workers.ppo_loss, config=config)
+    worker.loss_fn = partial(engine_workers.ppo_loss, config=config)
     return worker
 
 

@@ -609,9 +609,7 @@ def _attach(seam: Seam, module: ModuleType) -> None:
         original = _resolve(module, seam.attribute)
     except AttributeError as error:
         return _report(seam, f"missing: {error}")
-    parameters = tuple(inspect.signature(original).parameters)
-    if seam.attribute == "agg_loss" and parameters[: len(seam.parameters)] == seam.parameters:
-        parameters = parameters[: len(seam.parameters)]  # ours, with its one argument more
+    parameters = tuple(inspect.signature(original).parameters)  # a wrapper's are those of what it wraps
     if parameters != seam.parameters:
         return _report(seam, f"signature changed: expected {seam.parameters}, got {parameters}")
     replacement = seam.wrap(original)

@@ -110,7 +110,9 @@ def run_name(config: str) -> str:
 
 
 def metrics_file(results: Path, config: str, arm: str, seed: int) -> Path:
-    return results / run_name(config) / f"{arm}-seed{seed}.jsonl"
+    """verl's file logger writes beside the run's folder, under the same name."""
+    folder = run_folder(results, config, arm, seed)
+    return folder.with_name(f"{folder.name}.jsonl")
 
 
 def run_folder(results: Path, config: str, arm: str, seed: int) -> Path:

@@ -37,6 +37,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+@functools.cache
 def _device_module() -> ModuleType:
     """torch.cpu with the memory and random-state functions that verl asks of torch.cuda; memory is the process's."""
     import psutil
@@ -80,7 +81,7 @@ def platform_class() -> type:
 
         @property
         def device_module(self) -> ModuleType:
-            return _shared_device_module()
+            return _device_module()
 
         def is_available(self) -> bool:
             return True
@@ -140,11 +141,6 @@ def platform_class() -> type:
             return None
 
     return PlatformCPU
-
-
-@functools.cache
-def _shared_device_module() -> ModuleType:
-    return _device_module()
 
 
 def install() -> None:

@@ -1,8 +1,8 @@
 """What verl's entry point `verl.plugins` imports: the CPU platform, if `VERL_PLATFORM=cpu`."""
 
-import os
+from verl_ba import cpu
 
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+if cpu.requested():
     from verl_ba.cpu import platform
 
     platform.install()

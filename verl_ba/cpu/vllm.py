@@ -3,12 +3,12 @@
 vLLM's oneDNN path packs a linear layer's weight and drops `layer.weight`, so a weight update finds nothing to load into.
 """
 
-import os
+from verl_ba import cpu
 
 
 def install() -> None:
     """Turn vLLM's oneDNN path off in this process, if `VERL_PLATFORM=cpu`. Called by vLLM in each of its processes."""
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+    if not cpu.requested():
         return
     import vllm._custom_ops
 
