@@ -1,0 +1,1 @@
+"""Verifiable rewards: mathematics and code, one `compute_score` for verl."""
