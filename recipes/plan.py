@@ -59,6 +59,11 @@ class Batch:
     def updates(self) -> int:
         return self.prompts // self.mini
 
+    @property
+    def share(self) -> str:
+        """Parameters per GPU, in words."""
+        return f"P / {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+
     def __str__(self) -> str:
         return (
             f"{self.prompts:,} prompts × {self.n} = {self.prompts * self.n:,} responses a step; {self.updates} update"
@@ -154,7 +159,7 @@ def update_memory(config: DictConfig) -> list[Line]:
     p, tokens = parameters(shape), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     layer = layer_parameters(shape)
     wide = 2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.intermediate + 4 * shape.hidden
-    share = f"P / {batch.gpus} GPUs"
+    share = batch.share
     return [
         Line("weights and gradients", f"(4 + 4) B × {share}", 8 * p / batch.gpus),
         Line("Adam's two moments", f"8 B × {share}", 8 * p / batch.gpus),
@@ -186,7 +191,11 @@ def rollout_memory(config: DictConfig) -> list[Line]:
     stays = (0 if fsdp.param_offload else 4) + (0 if fsdp.optimizer_offload else 8)
     weights = 2 * p / tp
     return [
-        Line("training state that stays", f"{stays} B × P / {batch.gpus} GPUs", stays * p / batch.gpus),
+        Line(
+            "training state that stays",
+            f"{stays} B × P / {batch.gpus} GPU{'s' if batch.gpus > 1 else ''}",
+            stays * p / batch.gpus,
+        ),
         Line("vLLM's weights", f"2 B × P / {tp}", weights),
         Line("activations, CUDA graphs", "4 GB taken off, a guess", 4 * GB),
         Line(
