@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -165,9 +166,8 @@ def faults(status: int, log: Path, run: Path, arm: str, lines: list[dict], done:
         found.append(f"{len(done)} of {steps} steps")
     if not all(math.isfinite(s["actor/pg_loss"]) and 0 < s["actor/grad_norm"] < math.inf for s in done):
         found.append("a loss or gradient that is 0 or not finite")
-    found += [
-        f"no validation of {b}" for b in BENCHMARKS if not any(k.startswith(f"val-core/{b}/") for s in lines for k in s)
-    ]
+    logged = {key for line in lines for key in line}
+    found += [f"no validation of {b}" for b in BENCHMARKS if not any(k.startswith(f"val-core/{b}/") for k in logged)]
     config = json.loads((run / "manifest.json").read_text())["starts"][-1]["config"]
     if config["actor_rollout_ref"]["actor"]["loss_agg_mode"] != ARMS[arm]:
         found.append("another mode in the manifest")
@@ -215,24 +215,18 @@ def main(
     shutil.rmtree(results, ignore_errors=True)
     make_models(results / "models", make_data(results / "data"))
     chosen = [(r, a) for r in RECIPES for a in ARMS if only in f"{r} {a}"]
+    if not chosen:
+        raise typer.BadParameter(f"no combination contains {only!r}; recipes: {RECIPES}, arms: {tuple(ARMS)}")
+    first = chosen[0]
+    jobs = [partial(train, *first, results, 2, "trainer.save_freq=2")]
+    jobs += [partial(train, *combination, results, 2) for combination in chosen[1:]]
+    jobs += [partial(resume, *first, results), partial(evaluate, *first, results)]
     outcomes: list[Outcome] = []
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=len(chosen) + 2)
-        for i, (recipe, arm) in enumerate(chosen):
-            progress.update(bar, description=f"{recipe} {arm}")
-            outcomes.append(train(recipe, arm, results, 2, *(["trainer.save_freq=2"] if i == 0 else [])))
-            report(outcomes[-1])
-            progress.advance(bar)
-        recipe, arm = chosen[0]
-        progress.update(bar, description="resume")
-        outcomes.append(resume(recipe, arm, results))
-        report(outcomes[-1])
-        progress.advance(bar)
-        progress.update(bar, description="evaluate")
-        outcomes.append(evaluate(recipe, arm, results))
-        report(outcomes[-1])
-        progress.advance(bar)
+    columns = TextColumn("recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
+        for job in progress.track(jobs):
+            outcomes.append(job())
+            progress.console.print("  ".join(outcomes[-1].row))
     table = Table(
         "run", "steps", "pg_loss", "grad_norm", "length", "s", "", title="recipes on the CPU, last step of each"
     )
