@@ -244,7 +244,8 @@ def _is_real_root() -> bool:
 def _run_on_server(url: str, program: str, stdin: str, cpu_seconds: int) -> Outcome:
     """One POST of Sandbox Fusion's run_code; the fields are those that verl sends (utils/reward_score/sandbox_fusion)."""
     import requests
-    from requests.adapters import HTTPAdapter, Retry
+    from requests.adapters import HTTPAdapter
+    from urllib3.util.retry import Retry
 
     payload = {
         "language": "python",
