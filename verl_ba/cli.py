@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_ba import __version__, hooks
+from verl_ba.data.command import data
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
 
@@ -21,6 +22,9 @@ PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "Trans
 @app.callback()
 def main() -> None:
     """Balanced Aggregation for verl."""
+
+
+app.command()(data)
 
 
 @app.command()
