@@ -140,7 +140,7 @@ def evaluate(checkpoint: Path, recipe: str | None, overrides: list[str], out: Pa
     }
     arm = next(value for key, _, value in (o.partition("=") for o in before) if key == "arm")
     arguments = [recipe, arm, *(o for o in before if not o.startswith("arm=")), *added]
-    environment = {**os.environ, "PYTHON": sys.executable, "VERL_FILE_LOGGER_ROOT": str(out)}
+    environment = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(["bash", str(HERE / "launch.sh"), *arguments], env=environment, check=True)
     scores = read_scores(newest(out / "responses"), questions, responses)
     results = {name: result(values) for name, values in scores.items()}

@@ -42,7 +42,9 @@ for override in "${overrides[@]}"; do
     [[ $name == "$override" || -f $config/cluster/$name.yaml ]] || fail "no cluster $name. Clusters: $(list "$config/cluster")"
 done
 
-export RESULTS_DIR=${RESULTS_DIR:-results} DATA_DIR=${DATA_DIR:-data}
+# Absolute: Ray's processes may have another working directory.
+RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
+export RESULTS_DIR DATA_DIR
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
 case $via in
     here) ;;
@@ -52,7 +54,7 @@ esac
 
 # Checks the config before anything starts, writes the manifest, and says for which device the run is.
 plan=$("$python" "$here/plan.py" "${dry_run[@]}" "$recipe" "${overrides[@]}")
-read -r device _ <<<"$plan"
+read -r device _ _ metrics <<<"$plan"
 if [[ $device == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
     export VERL_PLATFORM=cpu RAY_AUTH_MODE=disabled OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -64,9 +66,9 @@ if [[ $device == cpu ]]; then
 fi
 # shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
 command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe"
-    "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}")
-# verl's file logger has no option for its path.
-export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-$RESULTS_DIR}
+    "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}"
+    # verl's file logger empties its file when it starts: one file a start. Ray hands the name to the process that logs.
+    "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'")
 if [[ ${#dry_run[@]} -gt 0 ]]; then
     printf '\nwould run:\n  '
     printf '%q ' "${command[@]}"

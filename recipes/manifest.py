@@ -17,10 +17,24 @@ from verl_ba.cli import PACKAGES, package_version
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def manifest_path(config: DictConfig) -> Path:
+    return Path(config.run_dir) / "manifest.json"
+
+
+def starts(config: DictConfig) -> list[dict]:
+    """The starts of this run so far."""
+    path = manifest_path(config)
+    return json.loads(path.read_text())["starts"] if path.exists() else []
+
+
+def metrics_file(config: DictConfig) -> Path:
+    """Where the next start of this run logs its metrics."""
+    return Path(config.run_dir) / "metrics" / f"{len(starts(config)) + 1}.jsonl"
+
+
 def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
     """Add this start to the manifest; say on stderr where its config differs from the previous start's."""
-    path = Path(config.run_dir) / "manifest.json"
-    starts = json.loads(path.read_text())["starts"] if path.exists() else []
+    path, earlier = manifest_path(config), starts(config)
     start = {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "recipe": recipe,
@@ -32,11 +46,11 @@ def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
         "data": {file: checksum(Path(file)) for file in data_files(config)},
         "config": OmegaConf.to_container(config, resolve=True),
     }
-    for key, (was, now) in differences(starts[-1], start).items() if starts else ():
+    for key, (was, now) in differences(earlier[-1], start).items() if earlier else ():
         print(f"[verl_ba] since the previous start of {path.parent}: {key} was {was}, is {now}", file=sys.stderr)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    metrics_file(config).parent.mkdir(parents=True, exist_ok=True)  # verl's file logger makes no folder
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"starts": [*starts, start]}, indent=1))
+    new.write_text(json.dumps({"starts": [*earlier, start]}, indent=1))
     new.replace(path)
     return path
 

@@ -1,7 +1,7 @@
 """What a run would do, before it starts: composes the config, checks it, estimates memory, writes the run's manifest.
 
-launch.sh calls this for every run. On stdout goes what the shell needs, one line `DEVICE NODES GPUS_PER_NODE`; what people
-read goes to stderr.
+launch.sh calls this for every run. On stdout goes what the shell needs, one line `DEVICE NODES GPUS_PER_NODE METRICS_FILE`;
+what people read goes to stderr.
 """
 
 import math
@@ -252,7 +252,7 @@ def show(config: DictConfig, recipe: str) -> None:
         "batch": str(Batch.of(config)),
         "steps": f"{trainer.total_training_steps}, a checkpoint every {trainer.save_freq}, resume {trainer.resume_mode}",
         "cluster": f"{trainer.nnodes} node(s) × {trainer.n_gpus_per_node}, device {trainer.device}, {actor.strategy}",
-        "log": f"{', '.join(trainer.logger)}; {config.run_dir}.jsonl",
+        "log": f"{', '.join(trainer.logger)}; {config.run_dir}/metrics",
         "results": config.run_dir,
     }
     for name, value in rows.items():
@@ -318,9 +318,10 @@ def main(
         console.print(f"may not fit: {problem}", style="yellow", markup=False, soft_wrap=True)
     if wrong and not dry_run:
         raise typer.Exit(2)
+    metrics = manifest.metrics_file(config)
     if not dry_run:
         manifest.write(config, recipe, overrides)
-    print(config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    print(config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node, metrics)
 
 
 if __name__ == "__main__":

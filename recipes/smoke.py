@@ -150,8 +150,8 @@ def train(recipe: str, arm: str, results: Path, steps: int, *overrides: str) -> 
     log = results / "logs" / f"{recipe}-{arm}.log"
     status = launch([str(HERE / f"{recipe}.sh"), arm, "--cluster", "smoke", *overrides], results, log)
     run = run_folder(recipe, arm, results)
-    metrics = run.with_name(f"{run.name}.jsonl")
-    lines = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    files = sorted((run / "metrics").glob("*.jsonl"), key=lambda path: int(path.stem))
+    lines = [json.loads(line)["data"] for file in files for line in file.read_text().splitlines()]
     done = [line for line in lines if "actor/pg_loss" in line]
     return Outcome(f"{recipe} {arm}", time.monotonic() - start, faults(status, log, run, arm, lines, done, steps), done)
 
