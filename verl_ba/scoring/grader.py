@@ -19,14 +19,17 @@ _WALL_SECONDS = 60.0
 _MEMORY = 2 << 30  # [bytes] of address space
 
 
-def main() -> None:
+def main(cpu_seconds: float) -> None:
     """Answer requests [gold, answer, relative, absolute] with true or false until standard input ends."""
+    from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)  # math-verify warns that its own limit is off
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     # The whole text is the answer: no second try with a number that stands somewhere inside it.
-    whole = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    # Its units are off: they include t, m, s, c, d, g, h, l, so that 3t would be 3. Ours are in math.py.
+    reading = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    whole = [LatexExtractionConfig(False, boxed_match_priority=0, normalization_config=reading)]
 
     no_limit: Any = None  # documented by math-verify, but not in its annotation
 
@@ -44,7 +47,7 @@ def main() -> None:
 
     print("ready", flush=True)
     for line in sys.stdin:
-        _set_timers(CPU_SECONDS, _WALL_SECONDS)
+        _set_timers(cpu_seconds, _WALL_SECONDS)
         try:
             result = equal(*json.loads(line))
         except (Exception, RecursionError, MemoryError):  # sympy raises anything; such an answer is not the gold one

@@ -19,6 +19,8 @@ import subprocess
 import sys
 from fractions import Fraction
 
+from verl_ba.scoring import grader
+
 RESPONSE_TAIL = 20_000
 """Only this much of a response's end is searched for an answer [characters]."""
 
@@ -187,13 +189,17 @@ _CHARACTERS = str.maketrans(
     | {"∞": r"\infty ", "π": r"\pi ", "°": r"^\circ ", "×": r"\times ", "·": r"\cdot ", "≤": r"\le ", "≥": r"\ge "}
     | {"∪": r"\cup ", "∈": r"\in ", "≠": r"\ne ", "±": r"\pm ", "∅": r"\emptyset ", "²": "^2", "³": "^3"}
 )
+_UNITS = (  # of two letters and more: one letter may be a variable
+    "cm|mm|km|kg|ft|mph|inch(?:es)?|feet|miles?|met(?:er|re)s?|units?|degrees?|radians?|dollars?|cents?|seconds?|"
+    "minutes?|hours?|days?|years?"
+)
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|limits|rm)(?![a-zA-Z])", ""),
-        (r"\\[()\[\]]|\\?\$|\*\*", ""),  # delimiters of mathematics, dollars, bold
-        (r"\\[!,;:]|\{\\,\}", ""),
-        (r"\\ |~|\\q?quad(?![a-zA-Z])", " "),
+        (r"(?<!\\)\\[()\[\]]|\\?\$|\*\*", ""),  # delimiters of mathematics, dollars, bold
+        (r"(?<!\\)\\! *|(?<!\\)\\[,;:]|\{\\,\}", ""),
+        (r"(?<!\\)\\ |~|\\q?quad(?![a-zA-Z])", " "),
         (r"\{,\}", ","),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|textnormal|mbox)\s*\{", r"\\text{"),
@@ -202,6 +208,7 @@ _REWRITES = [
         (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})", ""),
         (r"(?<=\d)[eE]([+-]?\d+)(?!\w)", r"\\times 10^{\1}"),
         (r"(?<=[\d}])\s*\\text\{[^{}\d]*\}(?:\^\{?\d\}?)?$", ""),  # a unit
+        (rf"(?<=[\d}}]) ?(?:(?:square|cubic) )?(?:{_UNITS})(?:\^\{{?\d\}}?)?\.?$", ""),
         (r"\\(?:inf|infinity)(?![a-zA-Z])", r"\\infty"),
         (r"\s+", " "),
         (r"([_^])\{(\w)\}", r"\1\2"),
@@ -220,7 +227,7 @@ _SLASH = re.compile(r"([+-]?)(\d{1,300}) ?/ ?(\d{1,300})")
 _BASE = re.compile(r"\d+_\{?\d+\}?")
 _ORDERED = re.compile(r"\(.*\)")
 _SET = re.compile(r"\\\{.*\\\}")
-# math-verify would read `5 6` as a mixed number, and would drop everything from the first \text to a last one.
+# math-verify would read `5 6` as a mixed number. What \text still holds is neither a unit nor a separator.
 _NOT_ONE_ANSWER = re.compile(r"\d [\d.]|\\text")
 
 
@@ -304,7 +311,7 @@ class _Child:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", "from verl_ba.scoring.grader import main; main()"],
+            [sys.executable, "-c", f"from verl_ba.scoring.grader import main; main({grader.CPU_SECONDS})"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -314,7 +321,7 @@ class _Child:
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(
                 f"math-verify's process could not start: exit status {process.wait()}, its own words are on stderr. "
-                "Try: python -c 'from verl_ba.scoring.grader import main; main()'"
+                "Try: python -c 'import math_verify'"
             )
         self._process = process
         return process
