@@ -257,7 +257,7 @@ def _run_on_server(url: str, program: str, stdin: str, cpu_seconds: int) -> Outc
         "files": {},
         "fetch_files": [],
     }
-    retry = Retry(4, backoff_factor=0.5, status_forcelist=[429, 502, 503, 504], allowed_methods=None)
+    retry = Retry(3, backoff_factor=0.5, status_forcelist=[429, 502, 503, 504], allowed_methods=None)
     started = time.monotonic()
     try:
         with requests.Session() as session:
