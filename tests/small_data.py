@@ -132,6 +132,7 @@ def small_rows() -> dict[str, list[dict]]:
                 "solution": [answer],
                 "final_answer": [f"${answer}$"],
                 "context": "All numbers are integers." if number % 2 else None,
+                "error": "1e-1" if number % 3 else None,
                 "modality": "Text-only",
                 "language": "English",
             }

@@ -115,6 +115,7 @@ def test_mathematics_is_asked_with_one_template_and_the_published_answer(small):
     assert first["prompt"][0]["content"].startswith(problem)
     assert first["reward_model"]["ground_truth"] == answer, "without the dollars around it"
     assert second["prompt"][0]["content"].startswith(f"All numbers are integers.\n\n{second_problem}")
+    assert (first["extra_info"]["tolerance"], second["extra_info"]["tolerance"]) == (None, "1e-1")
 
 
 def test_programs_are_asked_with_starter_code_or_standard_input(small):
@@ -304,7 +305,9 @@ def test_a_finished_data_set_is_replaced_only_on_request(small, pin):
     assert re.search(r"test\.jsonl had sha256 .* and has .* now", output)
     assert (out / "aime25.parquet").read_bytes() == before
 
-    status, output = run("aime25", "--from", folder, "--out", out, "--unverified", "--rebuild")
+    with open(out / "aime25.parquet", "rb") as reader:
+        status, output = run("aime25", "--from", folder, "--out", out, "--unverified", "--rebuild")
+        assert reader.read() == before, "who reads the old file keeps it whole"
     assert status == 0, output
     assert len(built_rows(out, "aime25")) == 7
     assert run("--check", out)[0] == 0
@@ -387,6 +390,18 @@ def test_an_interrupted_build_leaves_nothing_half_written(sources, tmp_path, mon
     assert run("--check", tmp_path / "out")[0] == 0
 
 
+def test_a_file_without_its_record_is_built_again(sources, tmp_path, monkeypatch):
+    arguments = "aime25", "--from", sources, "--out", tmp_path / "out", "--unverified"
+    assert run(*arguments)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.delattr(build, "asdict")  # stops after the data, before the record
+        with pytest.raises(NameError):
+            run(*arguments, "--rebuild")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["aime25.parquet"], "no record of another file"
+    assert run(*arguments)[0] == 0
+    assert run("--check", tmp_path / "out")[0] == 0
+
+
 def test_wrong_names_and_revisions_are_refused(tmp_path):
     for arguments, complaint in (
         (["aime26"], r"expected data sets out of dapo17k, .*got aime26"),
@@ -441,6 +456,22 @@ def test_verl_reads_all_files_as_one_data_set(small, tmp_path, monkeypatch):
     assert batch["reward_model"].tolist() == [row["reward_model"] for row in expected]
     assert batch["extra_info"].tolist() == [row["extra_info"] for row in expected]
     assert batch["index"].tolist() == [row["extra_info"]["index"] for row in expected]
+
+
+def test_every_ground_truth_scores_1_and_another_answer_0(small):
+    from verl_ba.scoring import compute_score
+
+    _, out = small
+    for name, source in SOURCES.items():
+        for row in built_rows(out, name):
+            truth, extra = row["reward_model"]["ground_truth"], row["extra_info"]
+            if source.ability == "code":
+                right = f"```python\n{small_data.SOLUTIONS[extra['source_id']]}\n```"
+                wrong = "```python\nprint(0)\n```"
+            else:
+                right, wrong = f"So it is \\boxed{{{truth}}}.", f"So it is \\boxed{{{int(truth) + 1}}}."
+            assert compute_score(name, right, truth, extra) == 1.0, row
+            assert compute_score(name, wrong, truth, extra) == 0.0, row
 
 
 class Hub:
@@ -568,10 +599,17 @@ def test_what_the_hub_refuses_is_said_with_a_way_out(hub, tmp_path, monkeypatch)
 
 
 def test_a_download_that_is_not_the_pinned_file_is_refused(hub, tmp_path):
-    hub.content = hub.content[:-200]
+    hub.content = b"".join(hub.content.splitlines(keepends=True)[:-1])
     status, output = run("math500", "--out", tmp_path / "out")
     assert status == 1
     assert "is not the file of HuggingFaceH4/MATH-500" in output
+    arguments = "math500", "--out", tmp_path / "out", "--revision", SOURCES["math500"].revision
+    status, output = run(*arguments, "--unverified")
+    assert status == 0, output
+    assert "! --unverified: neither the source's checksum nor its number of rows was checked" in output
+    status, output = run(*arguments)
+    assert status == 1, "what was not verified does not become so"
+    assert "unverified was True and is False now" in output
 
 
 def test_only_the_columns_that_are_needed_are_read(tmp_path):

@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
                     ("split", pa.string()),
                     ("source_id", pa.string()),
                     ("difficulty", pa.string()),
+                    ("tolerance", pa.string()),
                 ]
             ),
         ),
@@ -245,5 +246,6 @@ def verl_row(source: Source, index: int, question: Question) -> dict:
             "split": source.split,
             "source_id": question.source_id,
             "difficulty": question.difficulty,
+            "tolerance": question.tolerance,
         },
     }

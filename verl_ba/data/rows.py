@@ -15,18 +15,22 @@ from verl_ba.data.errors import RowError
 
 @dataclass(frozen=True)
 class Question:
-    """problem: without our template, and what makes two rows the same question. prompt: what the model is asked."""
+    """problem: without our template, and what makes two rows the same question. prompt: what the model is asked.
+
+    tolerance: the absolute error that the answer allows, as OlympiadBench writes it.
+    """
 
     problem: str
     prompt: str
     answer: str
     source_id: str | None = None
     difficulty: str | None = None
+    tolerance: str | None = None
 
 
-def math_question(problem: Any, answer: Any, source_id: Any = None, difficulty: Any = None) -> Question:
+def math_question(problem: Any, answer: Any, **extra: Any) -> Question:
     problem, answer = text(problem, "problem"), text(answer, "answer")
-    return Question(problem, prompts.math(problem), answer, optional(source_id), optional(difficulty))
+    return Question(problem, prompts.math(problem), answer, **{key: optional(value) for key, value in extra.items()})
 
 
 def dapo(row: dict) -> Question:
@@ -36,20 +40,20 @@ def dapo(row: dict) -> Question:
         raise RowError(f"prompt: expected a list of one message with role and content, got {str(messages)[:120]!r}")
     problem = prompts.without_dapo_wrapper(text(messages[0].get("content"), "prompt"))
     reward, extra = row["reward_model"] or {}, row["extra_info"] or {}
-    return math_question(problem, reward.get("ground_truth"), extra.get("index"))
+    return math_question(problem, reward.get("ground_truth"), source_id=extra.get("index"))
 
 
 def polaris(row: dict) -> Question:
     """Polaris-53K. difficulty: the share of eight answers of DeepSeek-R1-Distill-Qwen-7B that were right, as "3/8"."""
-    return math_question(row["problem"], row["answer"], None, row["difficulty"])
+    return math_question(row["problem"], row["answer"], difficulty=row["difficulty"])
 
 
 def math500(row: dict) -> Question:
-    return math_question(row["problem"], row["answer"], row["unique_id"], row["level"])
+    return math_question(row["problem"], row["answer"], source_id=row["unique_id"], difficulty=row["level"])
 
 
 def aime25(row: dict) -> Question:
-    return math_question(row["problem"], row["answer"], row["id"])
+    return math_question(row["problem"], row["answer"], source_id=row["id"])
 
 
 def minerva(row: dict) -> Question:
@@ -63,7 +67,8 @@ def olympiadbench(row: dict) -> Question:
         raise RowError(f"final_answer: expected a list of strings, got {answers!r}")
     parts = [(row.get("context") or "").strip(), text(row["question"], "question")]
     answer = ", ".join(without_dollars(text(part, "final_answer")) for part in answers)
-    return math_question("\n\n".join(filter(None, parts)), answer, row["id"])
+    problem = "\n\n".join(filter(None, parts))
+    return math_question(problem, answer, source_id=row["id"], tolerance=row.get("error"))
 
 
 def livecodebench(row: dict) -> Question:
