@@ -46,23 +46,24 @@ done
 RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
 export RESULTS_DIR DATA_DIR
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
-case $via in
-    here) ;;
-    slurm | ray) exec bash "$here/submit_$via.sh" "$recipe" "${dry_run[@]}" "${overrides[@]}" ;;
-    *) fail "--via $via: expected here, slurm or ray" ;;
-esac
+[[ $via == here || -f $here/submit_$via.sh ]] || fail "--via $via: expected here, slurm or ray"
 
 # Checks the config before anything starts, writes the manifest, and says for which device the run is.
-plan=$("$python" "$here/plan.py" "${dry_run[@]}" "$recipe" "${overrides[@]}")
+plan=$("$python" "$here/plan.py" --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}")
 read -r device _ _ metrics <<<"$plan"
 if [[ $device == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
-    export VERL_PLATFORM=cpu RAY_AUTH_MODE=disabled OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export VERL_PLATFORM=cpu RAY_AUTH_MODE=${RAY_AUTH_MODE:-disabled} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export VLLM_ENABLE_V1_MULTIPROCESSING=0  # lets rollout.engine_kwargs choose the executor "uni"
     export PYTHONPATH=$here/cpu_site${PYTHONPATH:+:$PYTHONPATH}
     export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
     export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+fi
+if [[ $via != here ]]; then exec bash "$here/submit_$via.sh" "$plan" "${dry_run[@]}" "$recipe" "${overrides[@]}"; fi
+if [[ $device == cpu && -n ${RAY_ADDRESS:-} ]]; then
+    # A Ray that runs already has its resources; ray.init takes none with an address.
+    overrides+=(ray_kwargs.ray_init.num_gpus=null ray_kwargs.ray_init.num_cpus=null)
 fi
 # shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
 command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe"

@@ -123,7 +123,7 @@ def missing_files(config: DictConfig) -> list[tuple[str, str, str]]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Memory
+# Memory and time
 # --------------------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +146,7 @@ def parameters(shape: DictConfig) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """One term of an estimate: its bytes, and how they came about."""
+    """One term of an estimate: its bytes or hours, and how they came about."""
 
     what: str
     arithmetic: str
@@ -187,7 +187,7 @@ def rollout_memory(config: DictConfig) -> list[Line]:
     shape, batch = config.model_shape, Batch.of(config)
     rollout, fsdp = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.fsdp_config
     p, tp = parameters(shape), rollout.tensor_model_parallel_size
-    share = config.gpu_memory_gb * GB * rollout.gpu_memory_utilization
+    share = config.gpu.memory_gb * GB * rollout.gpu_memory_utilization
     stays = (0 if fsdp.param_offload else 4) + (0 if fsdp.optimizer_offload else 8)
     weights = 2 * p / tp
     return [
@@ -200,7 +200,7 @@ def rollout_memory(config: DictConfig) -> list[Line]:
         Line("activations, CUDA graphs", "4 GB taken off, a guess", 4 * GB),
         Line(
             "key-value cache",
-            f"{rollout.gpu_memory_utilization} × {config.gpu_memory_gb} GB − the two above",
+            f"{rollout.gpu_memory_utilization} × {config.gpu.memory_gb} GB − the two above",
             share - weights - 4 * GB,
         ),
     ]
@@ -214,18 +214,44 @@ def cached_responses(config: DictConfig) -> float:
     return rollout_memory(config)[-1].size / (token * longest)
 
 
+def step_hours(config: DictConfig) -> list[Line]:
+    """Time of a training step [hours], roughly: what the hardware's data sheet allows at the efficiency that is stated.
+
+    Responses are taken as half the longest; validation and weight synchronisation are left out.
+    """
+    shape, gpu, batch = config.model_shape, config.gpu, Batch.of(config)
+    p, length = parameters(shape), config.data.max_response_length / 2
+    tokens = batch.prompts * batch.n * length / batch.gpus
+    cache = 4 * shape.layers * shape.kv_heads * shape.head_dim  # bytes a token, keys and values in bf16
+    together = min(batch.prompts * batch.n / batch.gpus, rollout_memory(config)[-1].size / (cache * length))
+    read = 2 * p + together * cache * length / 2
+    return [
+        Line(
+            "generation",
+            f"{tokens / 1e6:.1f}e6 tokens a GPU, {together:.0f} responses at once, {read / GB:.0f} GB read for each of "
+            f"their tokens at half of {gpu.tb_per_s} TB/s",
+            tokens / together * read / (0.5 * gpu.tb_per_s * 1e12) / 3600,
+        ),
+        Line(
+            "log-probabilities, update",
+            f"(2 + 8) FLOP × P × the same tokens at 0.4 × {gpu.tflop_per_s} TFLOP/s",
+            10 * p * tokens / (0.4 * gpu.tflop_per_s * 1e12) / 3600,
+        ),
+    ]
+
+
 def memory_problems(config: DictConfig) -> list[str]:
     """What the estimate says will not fit."""
     found = []
     update = sum(line.size for line in update_memory(config))
-    if update > 0.95 * config.gpu_memory_gb * GB:
+    if update > 0.95 * config.gpu.memory_gb * GB:
         found.append(
-            f"an update needs about {update / GB:.0f} GB on each GPU of {config.gpu_memory_gb} GB. More GPUs (cluster=…), a "
+            f"an update needs about {update / GB:.0f} GB on each GPU of {config.gpu.memory_gb} GB. More GPUs (cluster=…), a "
             f"smaller actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or ulysses_sequence_parallel_size=2"
         )
     stays, *_, cache = rollout_memory(config)
     utilization = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    if stays.size > (1 - utilization) * config.gpu_memory_gb * GB:
+    if stays.size > (1 - utilization) * config.gpu.memory_gb * GB:
         found.append(
             f"beside vLLM's share of {utilization}, {stays.size / GB:.0f} GB of training state do not fit: offload it "
             f"(sharding=fsdp does), or lower actor_rollout_ref.rollout.gpu_memory_utilization"
@@ -260,11 +286,24 @@ def show(config: DictConfig, recipe: str) -> None:
     console.print(table)
     if can_estimate(config):
         show_memory(config)
+        show_hours(config)
 
 
 def can_estimate(config: DictConfig) -> bool:
-    """Whether the config says what the memory estimate needs: a model's shape and a GPU's size."""
-    return "model_shape" in config and "gpu_memory_gb" in config
+    """Whether the config says what the estimates need: a model's shape and a GPU."""
+    return "model_shape" in config and "gpu" in config
+
+
+def show_hours(config: DictConfig) -> None:
+    lines, steps = step_hours(config), config.trainer.total_training_steps
+    table = Table("minutes", "", "arithmetic", title="time of a step, a rough estimate", title_justify="left")
+    for line in lines:
+        table.add_row(f"{60 * line.size:.1f}", line.what, line.arithmetic)
+    step = sum(line.size for line in lines)
+    table.add_row(
+        f"{60 * step:.1f}", "a step", f"{steps} steps: {steps * step:.0f} hours, validation apart", style="bold"
+    )
+    console.print(table)
 
 
 def show_memory(config: DictConfig) -> None:
@@ -280,7 +319,7 @@ def show_memory(config: DictConfig) -> None:
         table.add_row(f"{line.size / GB:.1f}", line.what, line.arithmetic)
     total = sum(line.size for line in update)
     table.add_row(
-        f"{total / GB:.1f}", f"of {config.gpu_memory_gb} in an update", "the sum", style="bold", end_section=True
+        f"{total / GB:.1f}", f"of {config.gpu.memory_gb} in an update", "the sum", style="bold", end_section=True
     )
     for line in rollout:
         table.add_row(f"{line.size / GB:.1f}", line.what, line.arithmetic)
@@ -300,12 +339,15 @@ def main(
     recipe: str,
     overrides: list[str],
     dry_run: Annotated[bool, typer.Option(help="show what would run, and run nothing")] = False,
+    via: Annotated[
+        str, typer.Option(help="slurm, ray: the job writes the manifest; ray: files are the cluster's")
+    ] = "here",
 ) -> None:
     """Check a run; show it (--dry-run), or write its manifest."""
     try:
         config = compose(recipe, overrides)
         OmegaConf.resolve(config)
-        wrong = problems(config)
+        wrong = problems(config, files=via != "ray")
         memory = memory_problems(config) if can_estimate(config) else []
     except Exception as error:  # Hydra's and OmegaConf's errors name the key
         console.print(f"[red]error:[/red] {recipe}: {error}", markup=True)
@@ -319,7 +361,7 @@ def main(
     if wrong and not dry_run:
         raise typer.Exit(2)
     metrics = manifest.metrics_file(config)
-    if not dry_run:
+    if not dry_run and via == "here":
         manifest.write(config, recipe, overrides)
     print(config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node, metrics)
 

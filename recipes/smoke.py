@@ -73,26 +73,10 @@ def make_data(folder: Path) -> list[str]:
     from small_data import write_small_sources
 
     write_small_sources(folder / "sources")
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "verl_ba.cli",
-            "data",
-            "all",
-            "--from",
-            folder / "sources",
-            "--out",
-            folder,
-            "--rows",
-            "any",
-        ],
-        check=True,
-    )
-    files = sorted(folder.glob("*.parquet"))
-    return [
-        row["content"] for file in files for p in pyarrow.parquet.read_table(file)["prompt"].to_pylist() for row in p
-    ]
+    command = [sys.executable, "-m", "verl_ba.cli", "data", "all", "--unverified"]
+    subprocess.run([*command, "--from", folder / "sources", "--out", folder], check=True)
+    tables = [pyarrow.parquet.read_table(file) for file in sorted(folder.glob("*.parquet"))]
+    return [message["content"] for table in tables for prompt in table["prompt"].to_pylist() for message in prompt]
 
 
 @dataclass

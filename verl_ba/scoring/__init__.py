@@ -1,6 +1,7 @@
 """Verifiable rewards for the training sets and the paper's six benchmarks: one function, in verl's custom form.
 
     reward.custom_reward_function.path=pkg://verl_ba.scoring        (its name, compute_score, is verl's default)
+    reward.custom_reward_function.name=compute_named_score          (the recipes': dumps then say what was asked)
 
 verl's reward workers call it in threads, many at once; it keeps its own limits on time, memory and processes, none of
 which needs a main thread.
@@ -34,3 +35,14 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     from verl_ba.scoring import math
 
     return math.score(data_source, solution_str, ground_truth, extra_info)
+
+
+def compute_named_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None
+) -> dict[str, float | str]:
+    """`compute_score` with the data source beside it: verl writes every key into its dumps, which name it nowhere else.
+
+    `acc` is what verl's validation reports, without the overlong penalty that its DAPO reward manager adds to `score`.
+    """
+    score = compute_score(data_source, solution_str, ground_truth, extra_info)
+    return {"score": score, "acc": score, "benchmark": data_source}
