@@ -229,8 +229,9 @@ import os; os._exit(0)
 def test_two_programs_at_once_do_not_share_the_limit_on_processes():
     program = """
 import subprocess, sys
-for _ in range(4):
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+command = [sys.executable, "-c", "import time; time.sleep(2)"]
+for child in [subprocess.Popen(command) for _ in range(4)]:
+    child.wait()
 """
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(lambda _: sandbox.run(program, "", 4), range(2)))
@@ -323,6 +324,17 @@ def test_nothing_can_be_written_outside_its_tmp(folder):
     program = (
         f"try:\n    open({folder + '/verl-ba-was-here'!r}, 'w')\n    print('WROTE')\nexcept OSError:\n    print('SAFE')"
     )
+    assert attempt(program).stdout == "SAFE\n"
+
+
+def test_it_sees_no_process_outside():
+    program = f"""
+import os
+try:
+    os.kill({os.getpid()}, 0)
+except ProcessLookupError:
+    print("SAFE")
+"""
     assert attempt(program).stdout == "SAFE\n"
 
 
@@ -516,6 +528,8 @@ except OSError:
     print(children)
 '''
 print(sandbox.run("print(7)", "", 2).stdout, sandbox.run(bomb, "", 2).stdout)
+assert not sandbox.run("open('/dev/shm/x', 'w')", "", 2).ok
+assert not sandbox.run("open('/x', 'w')", "", 2).ok
 """
     python = "/usr/bin/python3"  # nobody may not execute an interpreter in root's home
     python = python if os.access(python, os.X_OK) else os.path.realpath(sys.executable)

@@ -54,6 +54,7 @@ def test_the_table_covers_every_benchmark_with_enough_wrong_answers():
         ("$1,20$", "20.4, 1.001", "1e-2,0.5", 1.0),
         ("$1,20$", "20.4, 1.1", "1e-2,0.5", 0.0),
         ("$1,20$", "1", "0.5", 0.0),
+        ("$1,1.1$", "1.05,5", "0.1", 0.0),  # one answer is not paired twice
     ],
 )
 def test_olympiadbench_allows_the_error_of_its_row(gold, answer, tolerance, expected):
