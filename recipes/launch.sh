@@ -68,8 +68,9 @@ fi
 # shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
 command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe"
     "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}"
-    # verl's file logger empties its file when it starts: one file a start. Ray hands the name to the process that logs.
-    "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'")
+    # verl's file logger empties its file when it starts: one file a start. Ray hands the names to the process that logs.
+    "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'"
+    "++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR='${metrics%.jsonl}-tensorboard'")
 if [[ ${#dry_run[@]} -gt 0 ]]; then
     printf '\nwould run:\n  '
     printf '%q ' "${command[@]}"

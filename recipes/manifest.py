@@ -98,12 +98,11 @@ def git() -> dict[str, Any]:
 
 def hardware() -> dict[str, Any]:
     """This node's; a cluster's other nodes are in Ray's log."""
-    import psutil
     import torch
 
     return {
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }

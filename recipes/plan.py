@@ -98,6 +98,11 @@ def problems(config: DictConfig, files: bool = True) -> list[str]:
             f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} does not divide "
             f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"
         )
+    if "file" not in config.trainer.logger:
+        found.append(
+            f"trainer.logger={list(config.trainer.logger)}: expected 'file' among them, which comparisons read; for example "
+            f"trainer.logger=[console,file,wandb]"
+        )
     if files:
         found += [f"{where}={path}: {what}" for where, path, what in missing_files(config)]
     return found

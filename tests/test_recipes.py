@@ -187,6 +187,7 @@ KEEP += ["actor_rollout_ref.rollout.gpu_memory_utilization=0.9"]
         ("data.train_batch_size=500", "expected a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),
         ("actor_rollout_ref.rollout.n=3", None),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide trainer.n_gpus_per_node=8"),
+        ("trainer.logger=[console,wandb]", "expected 'file' among them"),
         ("trainer.n_gpus_per_node=7", "do not divide over 7 data-parallel ranks"),
     ],
 )
