@@ -85,7 +85,7 @@ def checksum(path: Path) -> str | None:
 
 
 def git() -> dict[str, Any]:
-    """Revision of this repository, and whether files differ from it; empty outside a checkout."""
+    """Revision of this repository, and whether files differ from it; of a Ray job, what submit_ray.sh found; or empty."""
 
     def run(*arguments: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
@@ -93,7 +93,7 @@ def git() -> dict[str, Any]:
     try:
         return {"revision": run("rev-parse", "HEAD").strip(), "changed": run("status", "--porcelain").splitlines()}
     except (OSError, subprocess.CalledProcessError):
-        return {}
+        return json.loads(os.environ.get("VERL_BA_GIT", "{}"))
 
 
 def hardware() -> dict[str, Any]:

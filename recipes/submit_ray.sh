@@ -17,14 +17,17 @@ for name in DATA_DIR RESULTS_DIR MODEL_DIR PYTHON; do
 done
 
 # Ray shows a job's environment to everyone who may see its dashboard: tokens and keys stay here.
-runtime_env=$("$python" - "$here/.." <<'PY'
+runtime_env=$(PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" - "$here/.." <<'PY'
 import json, os, re, sys
+
+import manifest
 
 passed = r"(DATA_DIR|RESULTS_DIR|MODEL_DIR|PYTHON|(VERL|VLLM|HF|HYDRA|NCCL|GLOO|OMP|TORCH|TOKENIZERS|TQ|WANDB)\w*)"
 kept = {k: v for k, v in os.environ.items() if re.fullmatch(passed, k) and not re.search(r"(TOKEN|KEY|SECRET)S?$", k)}
 # Each process of verl imports this, from the uploaded folder, whether the package is installed on its node or not.
 modules = filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES"), "verl_ba.plugin"])
 kept["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+kept["VERL_BA_GIT"] = json.dumps(manifest.git())  # .git does not go along
 excludes = [".git", ".venv", "__pycache__", "/data", "/results", "/outputs", "/.cache"]
 print(json.dumps({"working_dir": os.path.realpath(sys.argv[1]), "excludes": excludes, "env_vars": kept}))
 PY

@@ -10,13 +10,16 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
+from prepare import prepare
 
 ROOT = Path(__file__).parents[1]
 LAUNCH, JOB = ROOT / "recipes" / "launch.sh", ROOT / "recipes" / "slurm.sbatch"
@@ -302,7 +305,8 @@ def test_a_ray_job_uploads_the_package_and_not_what_lies_beside_it(slurm, tmp_pa
     for file in ("recipes/submit_ray.sh", "verl_ba/data/build.py", "data/d.parquet", "results/r", ".git/c", ".venv/v"):
         (checkout / file).parent.mkdir(parents=True, exist_ok=True)
         (checkout / file).write_text("content")
-    shutil.copy(ROOT / "recipes" / "submit_ray.sh", checkout / "recipes")
+    for name in ("submit_ray.sh", "manifest.py"):
+        shutil.copy(ROOT / "recipes" / name, checkout / "recipes")
     command = [
         "bash",
         str(checkout / "recipes" / "submit_ray.sh"),
@@ -317,10 +321,79 @@ def test_a_ray_job_uploads_the_package_and_not_what_lies_beside_it(slurm, tmp_pa
     package = tmp_path / "package.zip"
     packaging.create_package(str(checkout), package, include_gitignore=True, excludes=runtime_env["excludes"])
     names = {name for name in zipfile.ZipFile(package).namelist() if not name.endswith("/")}
-    assert names == {"recipes/submit_ray.sh", "verl_ba/data/build.py"}
+    assert names == {"recipes/submit_ray.sh", "recipes/manifest.py", "verl_ba/data/build.py"}
 
 
 def test_a_ray_jobs_paths_are_the_clusters(slurm):
     result = submit("ray", {**slurm, "MODEL_DIR": "models"}, "--dry-run", "demo", "arm=token")
     assert result.returncode == 2
     assert "MODEL_DIR=models: expected an absolute path" in result.stderr
+
+
+def ray_processes(session: str) -> list[str]:
+    """Command lines of the processes of one real Ray, told by its folder."""
+    found = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    return [" ".join(words) for words in found if any(session in word for word in words)]
+
+
+@pytest.mark.trainer
+def test_a_job_with_a_real_ray_sees_both_nodes_and_leaves_nothing(slurm, tmp_path):
+    slurm["SLURM_JOB_ID"] = job_id = f"test-{os.getpid()}"
+    folder = Path(f"/tmp/ray-{job_id}")  # the job's; sockets need a short path
+    look = "import ray; ray.init(); print('seen', int(ray.cluster_resources()['GPU']), len(ray.nodes()))"
+    try:
+        result = subprocess.run(
+            ["bash", str(JOB), "4", sys.executable, "-c", look], env=slurm, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr[-4000:]
+        assert "seen 8 2" in result.stdout
+        assert folder.exists(), "the folder by which the next line finds processes"
+        assert not ray_processes(str(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def real_ray():
+    """A Ray that runs already, with a server for jobs: its address, and the environment to reach it."""
+    folder, port = Path(f"/tmp/ray-test-{os.getpid()}-jobs"), free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={folder}"]
+    command += [f"--port={free_port()}", f"--dashboard-port={port}", f"--ray-client-server-port={free_port()}"]
+    command += ["--num-gpus=2", "--num-cpus=10", "--dashboard-agent-listen-port=0", "--disable-usage-stats"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{port}"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in process.stdout:
+        if "block forever" in line:
+            break
+    yield environment
+    process.terminate()
+    process.communicate(timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.trainer
+def test_a_ray_job_trains_with_the_uploaded_package(real_ray, tmp_path):
+    """Entry points are off, as on nodes where the package is not installed."""
+    paths = prepare(ROOT / ".cache")
+    environment = {**real_ray, "RESULTS_DIR": str(tmp_path), "PYTHON": sys.executable}
+    environment |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_ba.cpu.plugin"}
+    files = [f"data.train_files={paths['train'].resolve()}", f"data.val_files={paths['validation'].resolve()}"]
+    overrides = [*files, f"actor_rollout_ref.model.path={paths['model'].resolve()}", "trainer.total_training_steps=2"]
+    command = ["bash", str(LAUNCH), "demo", "balanced", "--via", "ray", *overrides]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    job_id = re.search(r"^job (\S+); log: ray job logs", result.stdout, re.M)[1]
+    jobs = [sys.executable, "-m", "ray.scripts.scripts", "job"]
+    subprocess.run([*jobs, "logs", "--follow", job_id], env=environment, stdout=subprocess.DEVNULL, timeout=600)
+    log = subprocess.run([*jobs, "logs", job_id], env=environment, capture_output=True, text=True, timeout=60).stdout
+    assert "[verl_ba] rank 0: actor_rollout_ref.actor.loss_agg_mode=balanced" in log, log[-4000:]
+    (metrics,) = (tmp_path / "demo" / "balanced-seed1" / "metrics").glob("*.jsonl")
+    (start,) = json.loads((tmp_path / "demo" / "balanced-seed1" / "manifest.json").read_text())["starts"]
+    assert re.fullmatch("[0-9a-f]{40}", start["git"]["revision"])  # of the checkout that was sent
+    losses = [json.loads(line)["data"].get("actor/pg_loss") for line in metrics.read_text().splitlines()]
+    assert [abs(loss) <= 1e-6 for loss in losses if loss is not None] == [True, True]
