@@ -7,7 +7,8 @@
 #   --via HOW       here (default): this machine, or the Ray that RAY_ADDRESS names | slurm: sbatch | ray: ray job submit
 #   seed=N sharding=fsdp2 actor_rollout_ref.actor.optim.lr=2e-6 …   any key of verl's config
 # Runs verl's own `python -m verl.trainer.main_ppo`. From the environment: DATA_DIR (default: data) is where `verl-ba data`
-# wrote, RESULTS_DIR (default: results) where runs go, MODEL_DIR a folder with downloaded models, PYTHON the interpreter.
+# wrote, RESULTS_DIR (default: results) where runs go, MODEL_DIR a folder with downloaded models, PYTHON the interpreter,
+# SANDBOX_FUSION_URL a server that runs LiveCodeBench's programs (default: bubblewrap on each node).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -71,6 +72,9 @@ command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-nam
     # verl's file logger empties its file when it starts: one file a start. Ray hands the names to the process that logs.
     "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'"
     "++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR='${metrics%.jsonl}-tensorboard'")
+if [[ -n ${SANDBOX_FUSION_URL:-} ]]; then # where LiveCodeBench's programs run, instead of bubblewrap on every node
+    command+=("++ray_kwargs.ray_init.runtime_env.env_vars.SANDBOX_FUSION_URL='$SANDBOX_FUSION_URL'")
+fi
 if [[ ${#dry_run[@]} -gt 0 ]]; then
     printf '\nwould run:\n  '
     printf '%q ' "${command[@]}"
