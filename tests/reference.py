@@ -80,3 +80,41 @@ def low_variance_kl(log_prob, ref):
     """k3 of Schulman's note: exp(d) - d - 1 with d = log ref - log p."""
     d = ref - log_prob
     return torch.exp(d) - d - 1
+
+
+def token_weights(mode, advantage, mask, groups, sessions=None) -> list[list[float]]:
+    """1/ℓ̄ of every token, 0 where masked: each sign of a response counts by its share of the response's tokens.
+
+    A response is a row or, with `sessions`, all rows of one session of a group. Plain lists in, plain lists out.
+    """
+    rows = range(len(groups))
+    response = [(groups[i], i if sessions is None else sessions[i]) for i in rows]
+    sign = [[sign_of(a) for a in row] for row in advantage]
+    tokens = {}  # valid tokens of each (response, sign)
+    for i in rows:
+        for s, valid in zip(sign[i], mask[i], strict=True):
+            if valid:
+                tokens[response[i], s] = tokens.get((response[i], s), 0) + 1
+    length = {r: sum(n for (other, _), n in tokens.items() if other == r) for r in response}
+
+    def pool(r, s):
+        return {
+            "balanced": (r[0], s),
+            "group-mean-token-mean": r[0],
+            "seq-mean-token-mean": r,
+            "token-mean": None,
+        }[mode]
+
+    def mean_length(r, s):
+        members = [(q, t, n) for (q, t), n in tokens.items() if pool(q, t) == pool(r, s)]
+        return sum(n for _, _, n in members) / sum(n / length[q] for q, _, n in members)
+
+    filled_rows = sum(any(row) for row in mask)
+    filled_responses = sum(length[r] > 0 for r in set(response))
+    return [
+        [
+            filled_rows / filled_responses / mean_length(response[i], s) if valid else 0.0
+            for s, valid in zip(sign[i], mask[i], strict=True)
+        ]
+        for i in rows
+    ]
