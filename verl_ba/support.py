@@ -16,7 +16,7 @@ class Support:
     Attributes:
         verdict: 'exact': verl passes the mode on, and value and gradient equal the formula under every split.
             'made exact': verl names another mode there; the aggregation is ours and the rest verl's.
-            'refused': an error before the first training step.
+            'refused': an error.
         why: what a user needs to know; for a refusal, a clause that follows 'cannot follow loss_agg_mode'.
         per_micro_batch: the per-token losses hold statistics of the micro-batch. They depend on its size under every
             mode, verl's own included; the weights of these per-token losses are exact.
@@ -53,7 +53,7 @@ POLICY_LOSSES = {
     "bypass_mode": Support(
         "exact",
         "with loss_type ppo_clip or reinforce; rollout_rs is refused (below); rollout_is_batch_normalize divides by the "
-        "micro-batch's mean weight (verl, in every mode)",
+        "micro-batch's mean weight, and a micro-batch without a valid token is an error (verl, in every mode)",
     ),
 }
 """verl's registry, by `policy_loss.loss_mode`. A loss that is not here is checked when it runs (hooks.py, seam 5)."""
@@ -130,9 +130,10 @@ def markdown() -> str:
     lines = [
         "# What works under " + " and ".join(f"`{mode}`" for mode in MODES),
         "",
-        "Written by `python -m verl_ba.support` from the tables that the code decides by. *exact*: value and gradient equal",
-        "the formula under every split over ranks, mini- and micro-batches. *made exact*: verl names another mode there; the",
-        "aggregation is ours, the rest verl's. *refused*: an error before the first training step. Nothing is ignored.",
+        "Written by `python -m verl_ba.support`: the refusals read these tables, and each row has a test on verl's own code.",
+        "*exact*: value and gradient equal the formula under every split over ranks, mini- and micro-batches. *made exact*:",
+        "verl names another mode there; the aggregation is ours, the rest verl's. *refused*: an error, before the first",
+        "training step where the configuration shows it. Nothing is ignored.",
     ]
     for title, intro, header, rows in sections:
         lines += ["", f"## {title}", ""] + ([intro + ".", ""] if intro else [])
