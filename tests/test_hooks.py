@@ -173,6 +173,13 @@ def test_one_rank_with_two_signs_in_a_response_makes_every_ranks_column_per_toke
     assert column.shape == (8, 3)
 
 
+def test_a_nested_batch_that_does_not_know_its_longest_row_is_padded_to_it():
+    offsets = torch.arange(0, 3001, 3)
+    row = torch.nested.nested_tensor_from_jagged(torch.ones(3000), offsets)
+    assert row.to_padded_tensor(0).shape == (1000, 3000)  # torch's own
+    assert torch.equal(hooks._padded(row), torch.ones(1000, 3))
+
+
 def test_sessions_reach_the_hook():
     rollouts = harness.make_rollouts(2, groups=2, size=4, empties=False)
     rollouts.uid, rollouts.advantage = ["a"] * 8, torch.ones(8, dtype=torch.float64)

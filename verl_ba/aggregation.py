@@ -151,8 +151,10 @@ def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Te
     mask_BT = mask_BT.bool()
     if not bool((advantage_BT.isfinite() | ~mask_BT).all()):
         raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
-    negative, positive = ((side & mask_BT).sum(-1) for side in (advantage_BT < 0, advantage_BT > 0))
-    return torch.stack([negative, mask_BT.sum(-1) - negative - positive, positive], dim=1)
+    sides = (mask_BT, mask_BT & (advantage_BT < 0), mask_BT & (advantage_BT > 0))
+    # float32 counts exactly up to 2^24, and sums booleans ten times as fast as int64
+    tokens, negative, positive = (side.sum(-1, dtype=torch.float32) for side in sides)
+    return torch.stack([negative, tokens - negative - positive, positive], dim=1).long()
 
 
 def token_mean_length(mean_length_BS: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_ba import __version__
 from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, token_mean_length
@@ -227,7 +228,11 @@ def _local_rows(mode: str, data: Any) -> dict[str, list]:
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_padded_tensor(0) if tensor.is_nested else tensor
+    """[rows, T], zeros after the end of a nested row.
+
+    Not `to_padded_tensor`: where nobody has cached the longest row, it pads every row to the total of all.
+    """
+    return pad_sequence(list(tensor.unbind()), batch_first=True) if tensor.is_nested else tensor
 
 
 def _column_as_list(data: Any, name: str) -> list:
