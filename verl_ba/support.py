@@ -48,7 +48,7 @@ POLICY_LOSSES = {
         "it has one loss per response, the geometric mean of its ratios, so there are no per-token losses to weigh; verl "
         "averages it over each micro-batch",
     ),
-    "dro": Support("exact", "the quadratic penalty is a token's own"),
+    "dro": Support("exact", "the quadratic penalty is a token's own (since verl 0.9.0)"),
     "cispo": Support("exact", "the clipped ratio is a token's own"),
     "bypass_mode": Support(
         "exact",
