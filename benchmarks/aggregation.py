@@ -162,13 +162,13 @@ def main(
     console = Console(width=100)
     table = Table(
         "advantages per", "token-mean", "balanced", "balanced / token-mean",
-        title=f"policy loss + aggregation, forward + backward, {responses} × {tokens}: median [ms], {pairs} pairs",
+        title=f"policy loss + aggregation, forward + backward, {responses} × {tokens}: median \\[ms], {pairs} pairs",
     )  # fmt: skip
     for form in FORMS:
         table.add_row(form, *loss_row(paired(responses, tokens, pairs, form)))
     console.print(table)
 
-    table = Table("mode", "best of 3 [s]", title=f"pool lengths of {many:,} responses with string ids")
+    table = Table("mode", "best of 3 \\[s]", title=f"pool lengths of {many:,} responses with string ids")
     for mode in ALL_MODES:
         table.add_row(mode, f"{min(lengths(many, mode) for _ in range(3)):.2f}")
     console.print(table)
@@ -177,7 +177,7 @@ def main(
     model = micro_batches * passes(update_tokens)
     table = Table(
         "advantages per", "pool lengths, one process", "pool lengths, two ranks", "losses", "passes", "share",
-        title=f"what balanced adds to an update of {update:,} responses of up to {update_tokens} tokens [s]",
+        title=f"what balanced adds to an update of {update:,} responses of up to {update_tokens} tokens \\[s]",
     )  # fmt: skip
     for form in FORMS:
         seconds = paired(MICRO_BATCH, update_tokens, pairs, form)
