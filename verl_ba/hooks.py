@@ -280,10 +280,9 @@ def _wrap_loss(original: Callable) -> Callable:
         try:
             if data is not None and COLUMN in data:
                 column = data[COLUMN]
-                per_token = column.ndim == 2
-                config.global_batch_info[COLUMN] = (
-                    token_mean_length(column, _padded(data["advantages"])) if per_token else column
-                )
+                if column.ndim == 2:  # one number per sign: each token reads its own
+                    column = token_mean_length(column, _padded(data["advantages"]))
+                config.global_batch_info[COLUMN] = column
             return original(*args, **kwargs)
         finally:
             # A stale column of the right size would weigh the next micro-batch by this one's lengths, silently.
@@ -331,6 +330,22 @@ def _wrap_agg_loss(original: Callable) -> Callable:
         return aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
 
     return agg_loss
+
+
+def _wrap_driver_agg_loss(original: Callable) -> Callable:
+    """For the trainers' `actor/entropy`, logged before advantages (so signs) exist: token-mean, there and only there."""
+
+    @functools.wraps(original)
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode, *args, **kwargs):
+        mode = "token-mean" if loss_agg_mode in MODES else loss_agg_mode
+        return original(loss_mat, loss_mask, mode, *args, **kwargs)
+
+    return agg_loss
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 5. Policy losses: nothing goes past the aggregation
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -383,17 +398,6 @@ def _raise_past_the_mode(name: str, function: Callable, call: _PolicyLossCall) -
         "return verl.trainer.ppo.core_algos.agg_loss(loss_mat=…, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, "
         "**config.global_batch_info) of the per-token losses; or use one of verl's own modes"
     )
-
-
-def _wrap_driver_agg_loss(original: Callable) -> Callable:
-    """For the trainers' `actor/entropy`, logged before advantages (so signs) exist: token-mean, there and only there."""
-
-    @functools.wraps(original)
-    def agg_loss(loss_mat, loss_mask, loss_agg_mode, *args, **kwargs):
-        mode = "token-mean" if loss_agg_mode in MODES else loss_agg_mode
-        return original(loss_mat, loss_mask, mode, *args, **kwargs)
-
-    return agg_loss
 
 
 # --------------------------------------------------------------------------------------------------------------------
