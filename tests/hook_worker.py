@@ -10,21 +10,35 @@ import verl_harness as harness
 
 
 def settings():
-    """(mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
+    """(form, mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
     for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), ("nested", "padded")):
-        yield mode, layout, 1, None, 1, False
-        yield mode, layout, 1, 1, 1, False
-        yield mode, layout, 2, 2, 1, True
-        yield mode, layout, 2, None, 2, True
+        yield "response", mode, layout, 1, None, 1, False
+        yield "response", mode, layout, 1, 1, 1, False
+        yield "response", mode, layout, 2, 2, 1, True
+        yield "response", mode, layout, 2, None, 2, True
+    for form, layout in itertools.product(("token", "sessions"), ("nested", "padded")):
+        yield form, "balanced", layout, 1, 1, 1, False
+        yield form, "balanced", layout, 2, None, 2, True
+
+
+def make_rollouts(form: str, world: int) -> harness.Rollouts:
+    rollouts = harness.make_rollouts(seed=5, groups=8, size=4, form="response" if form == "response" else "token")
+    if form == "sessions":  # rows of one rollout, on different ranks, each with advantages of its own
+        rollouts.session = [i % 3 for i in range(len(rollouts))]
+        rollouts.advantage = rollouts.advantage[:, 0]
+    if form == "token":  # only the last rank's responses have two signs
+        rows = torch.arange(len(rollouts)) % world != world - 1
+        rollouts.advantage[rows] = rollouts.advantage[rows][:, :1].expand(-1, rollouts.mask.shape[1])
+    return rollouts
 
 
 def main() -> None:
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rollouts = harness.make_rollouts(seed=5, groups=8, size=4)
-    rows = len(rollouts)
-    mine = list(range(rows))[rank::world]  # every group on every rank
-    for mode, layout, mini_batches, micro, epochs, shuffle in settings():
+    for form, mode, layout, mini_batches, micro, epochs, shuffle in settings():
+        rollouts = make_rollouts(form, world)
+        rows = len(rollouts)
+        mine = list(range(rows))[rank::world]  # every group on every rank
         config = harness.make_actor_config(mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
         worker = harness.make_worker(rollouts, config, micro, max_tokens=24)
         mini = rows // mini_batches
@@ -37,7 +51,7 @@ def main() -> None:
         logged = sum(metrics["loss"]) / epochs
         if rank == 0:
             record = {
-                "setting": [mode, layout, mini_batches, micro, epochs, shuffle],
+                "setting": [form, mode, layout, mini_batches, micro, epochs, shuffle],
                 "gradient_error": error,
                 "logged": logged,
                 "expected": expected.item(),

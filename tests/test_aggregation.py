@@ -12,7 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ba.aggregation import ALL_MODES, MODES, aggregate, pool_mean_length
+from verl_ba.aggregation import (
+    ALL_MODES,
+    MODES,
+    SIGNS,
+    aggregate,
+    count_by_sign,
+    pool_mean_length,
+    pool_mean_length_by_sign,
+    token_mean_length,
+)
 
 CASES = json.loads((Path(__file__).parent / "cases.json").read_text())
 TIGHT = 1e-12
@@ -246,6 +255,92 @@ def test_sum_rule_over_rows_with_sessions_and_single_row_sessions_change_nothing
     assert (length[filled] / mean_length[filled]).sum().item() == pytest.approx(int(filled.sum()), rel=TIGHT)
 
 
+# ---- the token-level form: advantages that change sign within a response
+
+
+def test_token_level_form_worked_by_hand():
+    # Group a: tokens + + − −, then + − −, then + +; group b: 0 −.
+    advantage = torch.tensor([[1, 1, -1, -1], [1, -1, -1, 9], [1, 1, 9, 9], [0, -1, 9, 9]], dtype=torch.float64)
+    mask = advantage < 9
+    counts = count_by_sign(mask, advantage)
+    assert counts.tolist() == [[2, 0, 2], [2, 0, 1], [0, 0, 2], [1, 1, 0]]
+    mean_length = pool_mean_length_by_sign("balanced", counts, "aaab")
+    positive = 5 / (2 / 4 + 1 / 3 + 2 / 2)  # five tokens, over responses counted by their shares
+    negative = 4 / (2 / 4 + 2 / 3)
+    expected = [[negative, 0, positive], [negative, 0, positive], [0, 0, positive], [2, 2, 0]]
+    for got, row in zip(mean_length.tolist(), expected, strict=True):
+        assert got == pytest.approx(row, rel=TIGHT)
+    assert (counts / mean_length.clamp(min=1e-9)).sum().item() == pytest.approx(4, rel=TIGHT)
+    per_token = token_mean_length(mean_length, advantage)
+    assert per_token[1, :3].tolist() == pytest.approx([positive, negative, negative], rel=TIGHT)
+    assert per_token[3, :2].tolist() == pytest.approx([2, 2], rel=TIGHT)
+    # Without signs a response is a response: three of nine tokens, one of two.
+    by_group = pool_mean_length_by_sign("group-mean-token-mean", counts, "aaab")
+    assert by_group.tolist() == [[3, 0, 3], [3, 0, 3], [0, 0, 3], [2, 2, 0]]
+
+
+def test_token_level_form_of_a_session():
+    # Session s of group a has rows of + + and − − − −, a response of six tokens; the other response is − −.
+    counts = torch.tensor([[0, 0, 2], [4, 0, 0], [2, 0, 0]])
+    mean_length = pool_mean_length_by_sign("balanced", counts, "aaa", "sst")
+    scale = 2 / 3  # sessions per row
+    positive, negative = 2 / (2 / 6), 6 / (4 / 6 + 2 / 2)
+    expected = [[0, 0, positive], [negative, 0, 0], [negative, 0, 0]]
+    for got, row in zip(mean_length.tolist(), expected, strict=True):
+        assert got == pytest.approx([scale * x for x in row], rel=TIGHT)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from(ALL_MODES), st.integers(0, 2**31), st.booleans())
+def test_token_level_sum_rule_and_literal_reference(batch, mode, seed, with_sessions):
+    token_loss, mask, groups, _ = batch
+    generator = torch.Generator().manual_seed(seed)
+    advantage = torch.randint(-1, 2, mask.shape, generator=generator).double()
+    session = torch.randint(0, 3, (len(groups),), generator=generator).tolist() if with_sessions else None
+    counts = count_by_sign(mask, advantage)
+    mean_length = pool_mean_length_by_sign(mode, counts, groups, session)
+    assert ((mean_length > 0) == (counts > 0)).all()
+    share = torch.where(counts > 0, counts / mean_length, 0.0)
+    assert share.sum().item() == pytest.approx(int(mask.any(1).sum()), rel=TIGHT, abs=TIGHT)
+
+    got = loss_and_gradient(
+        lambda x: aggregate(x, mask, token_mean_length(mean_length, advantage), len(groups)), token_loss
+    )
+    weights = reference.token_weights(mode, advantage.tolist(), mask.tolist(), groups, session)
+    weights = torch.tensor(weights, dtype=torch.float64)
+    expected = (weights * token_loss.where(mask, 0)).sum() / len(groups)
+    assert_equal(got, (expected, weights / len(groups)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from(ALL_MODES))
+def test_token_level_form_of_one_sign_per_response_is_the_response_form_to_the_bit(batch, mode):
+    token_loss, mask, groups, signs = batch
+    advantage = torch.tensor(signs)[:, None].expand(mask.shape)
+    by_sign = pool_mean_length_by_sign(mode, count_by_sign(mask, advantage), groups)
+    mean_length = pool_mean_length(mode, mask.sum(-1), groups, signs)
+    assert torch.equal(by_sign.amax(1), mean_length)
+    got = loss_and_gradient(
+        lambda x: aggregate(x, mask, token_mean_length(by_sign, advantage), len(groups)), token_loss
+    )
+    assert_equal(got, loss_and_gradient(lambda x: aggregate(x, mask, mean_length, len(groups)), token_loss))
+
+
+def test_rows_of_one_session_may_differ_in_sign():
+    mean_length = pool_mean_length("balanced", [2, 4], "aa", [1, -1], "ss")
+    assert mean_length.tolist() == pytest.approx(
+        [6 / 2, 6 / 2], rel=TIGHT
+    )  # 2/(2/6) and 4/(4/6), one session per two rows
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_counting_names_an_advantage_that_is_not_finite(bad):
+    advantage = torch.tensor([[1.0, bad]])
+    assert count_by_sign(torch.tensor([[1, 0]]), advantage).tolist() == [[0, 0, 1]]
+    with pytest.raises(ValueError, match="advantages: nan or inf at a valid token"):
+        count_by_sign(torch.tensor([[1, 1]]), advantage)
+
+
 # ---- negative controls: what peers got wrong must be seen
 
 
@@ -286,7 +381,6 @@ def test_groups_by_position_are_another_loss():
         ({"sign_B": [1, 2, 0]}, r"expected -1, 0 or 1; got \[0, 1, 2\]"),
         ({"group_B": torch.zeros(3)}, "1-d integer tensor"),
         ({"length_B": torch.ones(3, 1)}, "one dimension"),
-        ({"session_B": ["s", "s", "t"], "group_B": "aaa"}, r"1 session\(s\) hold rows whose advantages differ in sign"),
     ],
 )
 def test_bad_arguments_of_pool_mean_length_are_named(change, message):
@@ -297,12 +391,21 @@ def test_bad_arguments_of_pool_mean_length_are_named(change, message):
 
 def test_bad_arguments_of_aggregate_are_named():
     loss, mask, mean_length = torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)
-    with pytest.raises(ValueError, match=r"mean_length \[B\].*\[3\]"):
+    with pytest.raises(ValueError, match=r"mean_length \[B\] or \[B, T\].*\[3\]"):
         aggregate(loss, mask, torch.ones(3), 2)
+    with pytest.raises(ValueError, match=r"got \[2, 3\], \[2, 3\], \[2, 1\]"):
+        aggregate(loss, mask, torch.ones(2, 1), 2)
     with pytest.raises(ValueError, match="token_loss"):
         aggregate(loss, torch.ones(2, 1), mean_length, 2)
     with pytest.raises(ValueError, match=r"num_responses.*got 0"):
         aggregate(loss, mask, mean_length, 0)
+
+
+def test_bad_counts_are_named():
+    with pytest.raises(ValueError, match=r"count_BS: expected \[B, 3\].*got \[2, 2\]"):
+        pool_mean_length_by_sign("balanced", torch.ones(2, 2), "ab")
+    with pytest.raises(ValueError, match="mode: expected one of balanced"):
+        pool_mean_length_by_sign("token-sum", torch.ones(2, len(SIGNS)), "ab")
 
 
 def test_an_empty_batch_and_one_without_valid_tokens():

@@ -96,11 +96,24 @@ def test_balanced_is_zero_on_policy_beside_a_kl_term(prepared, tmp_path, overrid
     assert steps[-1]["actor/kl_loss"] > 0
 
 
+def test_v1_trainer_takes_advantages_that_change_sign_within_a_response(prepared, tmp_path):
+    """Discounting: early tokens of a right answer fall below the mean. sapo, whose aggregation is ours, on top."""
+    result, steps = launch(
+        prepared,
+        tmp_path,
+        "balanced",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.gamma=0.9",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+    )
+    assert min(pg_losses(result, steps)) > 1e-3  # no cancellation: signs are a token's, not a response's
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "policy_loss.loss_mode=sapo ignores"),
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator=gae gives the tokens of one response"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "policy_loss.loss_mode=geo_mean cannot follow"),
         ("actor_rollout_ref.actor.loss_agg_mode=balenced", "loss_agg_mode='balenced' is not a loss aggregation mode"),
     ],
 )

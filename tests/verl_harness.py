@@ -21,7 +21,7 @@ class Rollouts:
     """One update: rows in verl's order. Masks may have holes; `theta` and `old` are [rows, T] and float64."""
 
     uid: list[str]
-    advantage: torch.Tensor  # [rows]
+    advantage: torch.Tensor  # [rows], or [rows, T] where tokens of one response differ
     mask: torch.Tensor  # [rows, T] bool
     theta: torch.Tensor
     old: torch.Tensor
@@ -34,9 +34,15 @@ class Rollouts:
     def sign(self) -> list[int]:
         return [int(a.sign()) for a in self.advantage]
 
+    @property
+    def advantage_BT(self) -> torch.Tensor:
+        return self.advantage if self.advantage.ndim == 2 else self.advantage[:, None].expand_as(self.mask)
 
-def make_rollouts(seed: int, groups: int, size: int, width: int = 9, empties: bool = True) -> Rollouts:
-    """Random groups, in an order that scatters each over the whole batch."""
+
+def make_rollouts(
+    seed: int, groups: int, size: int, width: int = 9, empties: bool = True, form: str = "response"
+) -> Rollouts:
+    """Random groups, in an order that scatters each over the whole batch; `form` 'token': advantages of tokens."""
     g = torch.Generator().manual_seed(seed)
     rows = groups * size
     lengths = torch.randint(0 if empties else 1, width + 1, (rows,), generator=g)
@@ -45,6 +51,9 @@ def make_rollouts(seed: int, groups: int, size: int, width: int = 9, empties: bo
     reward = (torch.rand(rows, generator=g) < 0.4).double().view(groups, size)
     reward[0] = 1.0  # a group without variance
     advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)).flatten()
+    if form == "token":
+        advantage = torch.randn(rows, width, dtype=torch.float64, generator=g)
+        advantage[torch.rand(rows, width, generator=g) < 0.1] = 0.0
     theta = -torch.rand(rows, width, dtype=torch.float64, generator=g)
     old = theta + 0.3 * torch.randn(rows, width, dtype=torch.float64, generator=g)
     order = torch.randperm(rows, generator=g)
@@ -57,10 +66,9 @@ def to_tensordict(rollouts: Rollouts, rows: list[int], layout: str) -> TensorDic
     width = rollouts.mask.shape[1]
     # A masked hole inside a response is still a token of it; the response ends after its last valid token.
     spans = [max(1, int(m.nonzero().max()) + 1 if m.any() else 1) for m in rollouts.mask[rows]]
-    advantage = rollouts.advantage[rows, None].expand(-1, width) * rollouts.mask[rows]
     columns = {
         "response_mask": rollouts.mask[rows].long(),
-        "advantages": advantage,
+        "advantages": rollouts.advantage_BT[rows] * rollouts.mask[rows],
         "old_log_probs": rollouts.old[rows],
         "ref_log_prob": rollouts.old[rows] - 0.1,
         "responses": torch.ones(len(rows), width, dtype=torch.long),
@@ -186,11 +194,20 @@ def expected_loss(rollouts: Rollouts, mode: str, theta, config, num_responses: i
     pg = reference.ppo_token_loss(
         theta, rollouts.old, rollouts.advantage, config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c
     )
-    mask, arguments = rollouts.mask.tolist(), (rollouts.uid, rollouts.sign, num_responses)
-    total = reference.loss(mode, pg, mask, *arguments)
+    weights = token_weights(rollouts, mode)
+    total = (weights * pg).sum()
     if config.entropy_coeff:
-        total = total - config.entropy_coeff * reference.loss(mode, ENTROPY_SLOPE * theta, mask, *arguments)
+        total = total - config.entropy_coeff * (weights * ENTROPY_SLOPE * theta).sum()
     if config.use_kl_loss:
         kl = reference.low_variance_kl(theta, rollouts.old - 0.1)
-        total = total + config.kl_loss_coef * reference.loss(mode, kl, mask, *arguments)
-    return total
+        total = total + config.kl_loss_coef * (weights * kl).sum()
+    return total / num_responses
+
+
+def token_weights(rollouts: Rollouts, mode: str) -> torch.Tensor:
+    """1/ℓ̄ of every token, from the literal reference."""
+    import reference
+
+    advantage, mask = rollouts.advantage_BT.tolist(), rollouts.mask.tolist()
+    weights = reference.token_weights(mode, advantage, mask, rollouts.uid, rollouts.session or None)
+    return torch.tensor(weights, dtype=torch.float64)

@@ -3,14 +3,18 @@
     driver                                        each training rank
     ------                                        ------------------
     1 ActorConfig.__post_init__   accepts the     2 TrainingWorker.train_mini_batch   once per update, whole share:
-      modes, refuses what would ignore them         gather (uid, sign, length) over the data-parallel group, compute
+      modes, refuses what would ignore them         gather (uid, tokens by sign) over the data-parallel group, compute
                                                     each row's pool mean length, put it into the batch as a column
     + the entropy metric, which the driver        3 ppo_loss   keeps a fixed list of fields, so move the column
       logs before advantages exist                  into config.global_batch_info, which every policy loss passes on
                                                   4 agg_loss   the new modes
+                                                  5 get_policy_loss_fn   a policy loss that goes past agg_loss raises
 
 (1b) A critic inherits the actor's mode by interpolation but has no sign: it uses token-mean, and says so.
+(2b) Where advantages change sign within a response (a critic, process rewards, discounting), the column has three
+numbers per row, one per sign, and seam 3 looks up each token's own. Nothing about groups or signs is decided there.
 (3b) `distillation_ppo_loss` aggregates before it calls `ppo_loss`: the column is set and cleared around each.
+(5b) What each policy loss of verl does, and which are refused: support.py.
 
 `install` registers a post-import hook per module, so nothing of verl is imported early: verl is loaded in many processes
 that never train, and importing its engines there costs seconds and fixes its choice of platform too soon. Modules that
@@ -26,15 +30,18 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_ba import __version__
-from verl_ba.aggregation import MODES, aggregate, pool_mean_length
+from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, token_mean_length
+from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
 
 SUPPORTED_VERL = ("0.9.1",)
 """verl releases whose seams were read and run. Another release is refused, not guessed at."""
@@ -56,13 +63,6 @@ class SeamError(RuntimeError):
 # --------------------------------------------------------------------------------------------------------------------
 # 1. Configuration
 # --------------------------------------------------------------------------------------------------------------------
-
-REFUSED_POLICY_LOSSES = {
-    "sapo": "it always aggregates by seq-mean-token-mean (verl core_algos.py, compute_policy_loss_sapo)",
-    "geo_mean": "it averages over the tokens of each response and over the micro-batch by itself "
-    "(verl core_algos.py, compute_policy_loss_geo_mean)",
-}
-"""Policy losses of verl 0.9.1 that ignore loss_agg_mode, and how."""
 
 
 def _wrap_actor_config(original: Callable) -> Callable:
@@ -92,13 +92,13 @@ def _wrap_actor_config(original: Callable) -> Callable:
 
 
 def _refuse_policy_loss(mode: str, policy_loss: Any) -> None:
-    """Raise if this policy loss would not do what the mode says."""
+    """Raise if this policy loss cannot do what the mode says."""
     name = policy_loss.get("loss_mode", "vanilla")
-    if name in REFUSED_POLICY_LOSSES:
+    support = POLICY_LOSSES.get(name)
+    if support is not None and support.verdict == "refused":
         raise ValueError(
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} ignores {_MODE_KEY}={mode}: "
-            f"{REFUSED_POLICY_LOSSES[name]}. Choose a policy loss that aggregates by loss_agg_mode (vanilla, "
-            f"gspo, clip_cov, kl_cov, gpg, cispo, …), or one of verl's own modes"
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={name} cannot follow {_MODE_KEY}={mode}: {support.why}. "
+            "Choose another policy loss (vanilla, gspo, sapo, clip_cov, kl_cov, gpg, cispo, …), or one of verl's own modes"
         )
     if name == "bypass_mode":
         _refuse_bypass_rejection(mode, policy_loss.get("rollout_correction"), "actor_rollout_ref.actor.policy_loss.")
@@ -108,9 +108,7 @@ def _refuse_bypass_rejection(mode: str, correction: Any, where: str) -> None:
     rejection = correction.get("rollout_rs") if correction else None
     if rejection:
         raise ValueError(
-            f"{where}rollout_correction.rollout_rs={rejection} in bypass mode rejects tokens inside the loss, after the "
-            f"lengths that {_MODE_KEY}={mode} needs were taken. Use bypass_mode=False (rejection then happens before "
-            f"the update), or rollout_rs=null"
+            f"{where}rollout_correction.rollout_rs={rejection} cannot follow {_MODE_KEY}={mode}: {BYPASS_REJECTION.why}"
         )
 
 
@@ -135,31 +133,12 @@ def _wrap_validate_config(original: Callable) -> Callable:
     def validate_config(config, use_reference_policy, use_critic) -> None:
         mode = config.actor_rollout_ref.actor.loss_agg_mode
         if mode in MODES:
-            reason = _token_level_estimator(config.algorithm)
-            if reason:
-                raise ValueError(
-                    f"{reason} gives the tokens of one response advantages of both signs, which {_MODE_KEY}={mode} does "
-                    "not support yet. Use an estimator with one advantage per response (grpo, rloo, "
-                    "reinforce_plus_plus_baseline, opo, gpg, …), or one of verl's own modes"
-                )
             correction = config.algorithm.get("rollout_correction")
             if correction and correction.get("bypass_mode"):
                 _refuse_bypass_rejection(mode, correction, "algorithm.")
         return original(config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
     return validate_config
-
-
-def _token_level_estimator(algorithm: Any) -> str | None:
-    """Name the setting that makes advantages vary within a response, for the estimators of verl 0.9.1."""
-    name = getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)
-    if name in ("gae", "optimal_token_baseline", "tir_optimal_token_baseline"):
-        return f"algorithm.adv_estimator={name}"
-    if name == "reinforce_plus_plus" and algorithm.gamma != 1:
-        return f"algorithm.adv_estimator={name} with algorithm.gamma={algorithm.gamma}"
-    if name in ("reinforce_plus_plus", "remax") and algorithm.use_kl_in_reward:
-        return f"algorithm.adv_estimator={name} with algorithm.use_kl_in_reward=True"
-    return None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -203,12 +182,12 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
         group: the data-parallel process group; None for the whole world.
 
     Returns:
-        float64 [rows] on the CPU [tokens], 0 for an empty response.
+        float64 on the CPU [tokens], 0 for an empty response: [rows], or [rows, signs] on every rank if anywhere in the
+        update a row has tokens of two pools (`aggregation.pool_mean_length_by_sign`).
 
     Raises:
         KeyError: a field is missing.
-        ValueError: a field has the wrong number of rows; an advantage is not finite; a response has advantages of
-            more than one sign.
+        ValueError: a field has the wrong number of rows, or an advantage is not finite.
     """
     try:
         mine = _local_rows(mode, data)
@@ -218,60 +197,42 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
     for share in shares:
         if isinstance(share, Exception):
             raise share
-    length, uid, sign, session = (
-        [value for share in shares for value in share[name]] for name in ("length", "uid", "sign", "session_id")
-    )
-    mean_length = pool_mean_length(mode, length, uid, sign, session or None)
+    uid, session = ([value for share in shares for value in share[name]] for name in ("uid", "session_id"))
+    count_BS = torch.cat([torch.tensor(share["count"]) for share in shares], dim=1).T
+    mean_length_BS = pool_mean_length_by_sign(mode, count_BS, uid, session or None)
+    mean_length_B = mean_length_BS.amax(dim=1)
+    one_number_per_row = bool(((mean_length_BS == mean_length_B[:, None]) | (count_BS == 0)).all())
     start = sum(len(share["uid"]) for share in shares[:rank])
-    return mean_length[start : start + len(shares[rank]["uid"])]
+    return (mean_length_B if one_number_per_row else mean_length_BS)[start : start + len(shares[rank]["uid"])]
 
 
 def _local_rows(mode: str, data: Any) -> dict[str, list]:
-    """What the other ranks need to know of this rank's rows, as plain Python lists; `session_id` is empty without one."""
+    """What the other ranks need to know of this rank's rows, as plain Python lists: `uid`, `session_id` (empty if there is
+    none) and `count`, three lists of valid tokens per row, by the sign of their advantage."""
     absent = [name for name in ("uid", "advantages", "response_mask") if name not in data]
     if absent:
         raise KeyError(
             f"{_MODE_KEY}={mode} needs {', '.join(absent)} in the batch of train_mini_batch, got only "
             f"{sorted(map(str, data.keys()))}. verl's trainers put it there; a custom trainer or worker must not drop it"
         )
-    length, sign = response_length_and_sign(data["response_mask"], data["advantages"])
-    rows = {"length": length.tolist(), "sign": sign.tolist(), "uid": _column_as_list(data, "uid"), "session_id": []}
-    if "session_id" in data:
-        rows["session_id"] = _column_as_list(data, "session_id")
-    for name in ("uid", "session_id") if rows["session_id"] else ("uid",):
-        if len(rows[name]) != len(length):
-            raise ValueError(f"{name}: expected one entry per row, {len(length)}; got {len(rows[name])}")
-    return rows
-
-
-def response_length_and_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Valid tokens of each response and the sign of its advantage (0 for an empty response); int64 [B] each.
-
-    Takes padded or nested tensors. Raises ValueError where a response has no single sign.
-    """
-    mask_BT = (mask_BT.to_padded_tensor(0) if mask_BT.is_nested else mask_BT).bool()
-    advantage_BT = advantage_BT.to_padded_tensor(0) if advantage_BT.is_nested else advantage_BT
+    mask_BT, advantage_BT = _padded(data["response_mask"]), _padded(data["advantages"])
     if mask_BT.shape != advantage_BT.shape:
         raise ValueError(
             f"advantages {list(advantage_BT.shape)} and response_mask {list(mask_BT.shape)} differ in shape"
         )
-    if not bool(torch.isfinite(advantage_BT[mask_BT]).all()):
-        raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
-    length = mask_BT.sum(-1)
-    positive = ((advantage_BT > 0) & mask_BT).sum(-1)
-    negative = ((advantage_BT < 0) & mask_BT).sum(-1)
-    mixed = ~(((positive == length) & (negative == 0)) | ((negative == length) & (positive == 0)))
-    mixed &= (positive > 0) | (negative > 0)
-    if bool(mixed.any()):
-        row = int(mixed.nonzero()[0])
-        raise ValueError(
-            f"{int(mixed.sum())} of {len(mixed)} responses have tokens with advantages of more than one sign (row {row}: "
-            f"{int(positive[row])} positive, {int(negative[row])} negative, "
-            f"{int(length[row] - positive[row] - negative[row])} zero). algorithm.adv_estimator must give each response "
-            "one advantage, as grpo, rloo, reinforce_plus_plus_baseline, opo and gpg do; gae, and reinforce_plus_plus "
-            f"with gamma<1 or a KL penalty in the reward, do not. Change it, or use one of verl's own modes for {_MODE_KEY}"
-        )
-    return length.cpu(), (positive > 0).long().sub_((negative > 0).long()).cpu()
+    rows = {name: _column_as_list(data, name) if name in data else [] for name in ("uid", "session_id")}
+    for name, column in rows.items():
+        if name in data and len(column) != len(mask_BT):
+            raise ValueError(f"{name}: expected one entry per row, {len(mask_BT)}; got {len(column)}")
+    return rows | {"count": count_by_sign(mask_BT, advantage_BT).T.tolist()}
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, T], zeros after the end of a nested row.
+
+    Not `to_padded_tensor`: where nobody has cached the longest row, it pads every row to the total of all.
+    """
+    return pad_sequence(list(tensor.unbind()), batch_first=True) if tensor.is_nested else tensor
 
 
 def _column_as_list(data: Any, name: str) -> list:
@@ -318,7 +279,10 @@ def _wrap_loss(original: Callable) -> Callable:
         before = [info.get(COLUMN) for info in infos]
         try:
             if data is not None and COLUMN in data:
-                config.global_batch_info[COLUMN] = data[COLUMN]
+                column = data[COLUMN]
+                if column.ndim == 2:  # one number per sign: each token reads its own
+                    column = token_mean_length(column, _padded(data["advantages"]))
+                config.global_batch_info[COLUMN] = column
             return original(*args, **kwargs)
         finally:
             # A stale column of the right size would weigh the next micro-batch by this one's lengths, silently.
@@ -347,6 +311,9 @@ def _wrap_agg_loss(original: Callable) -> Callable:
         loss_scale_factor=None,
         pool_mean_length=None,
     ):
+        call = _policy_loss_call.get()
+        if call is not None:
+            loss_agg_mode = call.enter(loss_agg_mode)
         if loss_agg_mode not in MODES:
             return original(
                 loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
@@ -374,6 +341,63 @@ def _wrap_driver_agg_loss(original: Callable) -> Callable:
         return original(loss_mat, loss_mask, mode, *args, **kwargs)
 
     return agg_loss
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 5. Policy losses: nothing goes past the aggregation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _PolicyLossCall:
+    """A policy loss that is running under one of our modes."""
+
+    mode: str
+    hard_coded: bool  # the loss names another mode itself, and `mode` takes its place
+    modes: list[str] = field(default_factory=list)  # by which its per-token losses were aggregated
+
+    def enter(self, asked: str) -> str:
+        self.modes.append(self.mode if self.hard_coded else asked)
+        return self.modes[-1]
+
+
+_policy_loss_call: ContextVar[_PolicyLossCall | None] = ContextVar("verl_ba_policy_loss_call", default=None)
+
+
+def _wrap_get_policy_loss_fn(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_policy_loss_fn(name):
+        function = original(name)
+        hard_coded = name in POLICY_LOSSES and POLICY_LOSSES[name].verdict == "made exact"
+
+        @functools.wraps(function)
+        def policy_loss(*args, **kwargs):
+            mode = kwargs.get("loss_agg_mode", args[4] if len(args) > 4 else None)  # the place verl's registry gives it
+            if mode not in MODES:
+                return function(*args, **kwargs)
+            call = _PolicyLossCall(mode, hard_coded)
+            token = _policy_loss_call.set(call)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                _policy_loss_call.reset(token)
+            if mode not in call.modes:
+                _raise_past_the_mode(name, function, call)
+            return result
+
+        return policy_loss
+
+    return get_policy_loss_fn
+
+
+def _raise_past_the_mode(name: str, function: Callable, call: _PolicyLossCall) -> None:
+    did = f"it called agg_loss with loss_agg_mode={', '.join(call.modes)}" if call.modes else "it never called agg_loss"
+    raise ValueError(
+        f"policy loss {name!r} ({function.__module__}.{function.__qualname__}) ignores {_MODE_KEY}={call.mode}: {did}, so "
+        "its per-token losses were averaged by a rule of its own, which may also depend on the micro-batch. In the loss, "
+        "return verl.trainer.ppo.core_algos.agg_loss(loss_mat=…, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, "
+        "**config.global_batch_info) of the per-token losses; or use one of verl's own modes"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -458,7 +482,7 @@ SEAMS = (
         ("config", "use_reference_policy", "use_critic"),
         _wrap_validate_config,
         "what would fail at the first update is refused before any process starts",
-        "advantages of both signs within a response are supported",
+        "verl rejects tokens before the update in bypass mode, too",
         trains=False,
     ),
     Seam(
@@ -492,6 +516,14 @@ SEAMS = (
         _wrap_agg_loss,
         "the modes themselves",
         _REGISTRY,
+    ),
+    Seam(
+        "verl.trainer.ppo.core_algos",
+        "get_policy_loss_fn",
+        ("name",),
+        _wrap_get_policy_loss_fn,
+        "a policy loss that goes past agg_loss raises; one that names another mode itself is given ours",
+        "every policy loss of verl passes loss_agg_mode on",
     ),
     _driver_metric("verl.trainer.ppo.v1.trainer_base"),
     _driver_metric("verl.trainer.ppo.ray_trainer"),

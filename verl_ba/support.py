@@ -1,0 +1,145 @@
+"""What of verl works under this package's modes: one table, which the refusals in hooks.py read and the docs print.
+
+`python -m verl_ba.support` prints docs/support.md.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_ba.aggregation import MODES
+
+
+@dataclass(frozen=True)
+class Support:
+    """A part of verl, and what becomes of it.
+
+    Attributes:
+        verdict: 'exact': verl passes the mode on, and value and gradient equal the formula under every split.
+            'made exact': verl names another mode there; the aggregation is ours and the rest verl's.
+            'refused': an error.
+        why: what a user needs to know; for a refusal, a clause that follows 'cannot follow loss_agg_mode'.
+        per_micro_batch: the per-token losses hold statistics of the micro-batch. They depend on its size under every
+            mode, verl's own included; the weights of these per-token losses are exact.
+    """
+
+    verdict: Literal["exact", "made exact", "refused"]
+    why: str
+    per_micro_batch: bool = False
+
+
+POLICY_LOSSES = {
+    "vanilla": Support("exact", "PPO clipping with dual clip"),
+    "dppo_tv": Support("exact", "the mask of trusted tokens is a token's own"),
+    "dppo_kl": Support("exact", "the mask of trusted tokens is a token's own"),
+    "gspo": Support(
+        "made exact",
+        "the sequence ratio is verl's; releases before 0.9.1 name seq-mean-token-mean there, 0.9.1 passes the mode on",
+    ),
+    "sapo": Support("made exact", "the gates are verl's; verl names seq-mean-token-mean there"),
+    "gpg": Support("exact", "no ratio, no clipping"),
+    "clip_cov": Support(
+        "exact", "covariances and the number of clipped tokens are the micro-batch's (verl, in every mode)", True
+    ),
+    "kl_cov": Support(
+        "exact", "covariances and the number of penalised tokens are the micro-batch's (verl, in every mode)", True
+    ),
+    "geo_mean": Support(
+        "refused",
+        "it has one loss per response, the geometric mean of its ratios, so there are no per-token losses to weigh; verl "
+        "averages it over each micro-batch",
+    ),
+    "dro": Support("exact", "the quadratic penalty is a token's own (since verl 0.9.0)"),
+    "cispo": Support("exact", "the clipped ratio is a token's own"),
+    "bypass_mode": Support(
+        "exact",
+        "with loss_type ppo_clip or reinforce; rollout_rs is refused (below); rollout_is_batch_normalize divides by the "
+        "micro-batch's mean weight, and a micro-batch without a valid token is an error (verl, in every mode)",
+    ),
+}
+"""verl's registry, by `policy_loss.loss_mode`. A loss that is not here is checked when it runs (hooks.py, seam 5)."""
+
+BYPASS_REJECTION = Support(
+    "refused",
+    "in bypass mode tokens are rejected inside the loss, after the lengths were taken. Use bypass_mode=False (rejection "
+    "then happens before the update), or rollout_rs=null",
+)
+
+ESTIMATORS = {
+    "grpo": "response",
+    "grpo_vectorized": "response",
+    "grpo_passk": "response",
+    "gdpo": "response",
+    "rloo": "response",
+    "rloo_vectorized": "response",
+    "opo": "response",
+    "gpg": "response",
+    "reinforce_plus_plus_baseline": "response",
+    "reinforce_plus_plus": "token",
+    "remax": "token",
+    "gae": "token",
+    "optimal_token_baseline": "token",
+    "tir_optimal_token_baseline": "token",
+}
+"""`algorithm.adv_estimator` of verl and the form it may need. 'token': advantages may change sign within a response."""
+
+OTHER = {
+    "rollout importance weights (`rollout_is`)": Support("exact", "they multiply the per-token losses"),
+    "rejection before the update (`rollout_rs`)": Support("exact", "lengths come from the mask that is left"),
+    "rejection in bypass mode (`bypass_mode=True` with `rollout_rs`)": BYPASS_REJECTION,
+    "entropy and KL terms": Support("exact", "same weights as the policy term, as in verl's modes"),
+    "distillation": Support(
+        "exact", "its per-token losses get the weights of the trainer's advantages, as entropy does"
+    ),
+    "critic": Support("exact", "values have no sign: token-mean over the global batch, and a line that says so"),
+    "LoRA": Support("exact", "the loss is the same function of the log-probabilities"),
+    "continuous or several rewards": Support("exact", "only the sign of the advantage matters"),
+    "a registered policy loss of your own": Support(
+        "exact",
+        "if it returns `agg_loss(…, **config.global_batch_info)` of its per-token losses; else an error names it",
+    ),
+    "a registered policy loss that takes means of its own": Support(
+        "refused", "at its first call: a loss must pass its per-token losses to `agg_loss` with the mode it was given"
+    ),
+}
+
+
+def markdown() -> str:
+    """docs/support.md."""
+    forms = {"response": "one sign per response", "token": "the sign may change within a response: token-level form"}
+    sections = [
+        (
+            "Policy losses",
+            "`actor_rollout_ref.actor.policy_loss.loss_mode`",
+            ("loss", "under our modes", "what to know"),
+            [(f"`{name}`", s.verdict, s.why) for name, s in POLICY_LOSSES.items()],
+        ),
+        (
+            "Advantage estimators",
+            "`algorithm.adv_estimator`; all are exact. A batch in which some response really has two signs takes the "
+            "token-level form, every other batch the response form",
+            ("estimator", "form"),
+            [(f"`{name}`", forms[form]) for name, form in ESTIMATORS.items()],
+        ),
+        (
+            "Everything else that meets the loss",
+            "",
+            ("part", "under our modes", "what to know"),
+            [(name, s.verdict, s.why) for name, s in OTHER.items()],
+        ),
+    ]
+    lines = [
+        "# What works under " + " and ".join(f"`{mode}`" for mode in MODES),
+        "",
+        "Written by `python -m verl_ba.support`: the refusals read these tables, and each row has a test on verl's own code.",
+        "*exact*: value and gradient equal the formula under every split over ranks, mini- and micro-batches. *made exact*:",
+        "verl names another mode there; the aggregation is ours, the rest verl's. *refused*: an error, before the first",
+        "training step where the configuration shows it. Nothing is ignored.",
+    ]
+    for title, intro, header, rows in sections:
+        lines += ["", f"## {title}", ""] + ([intro + ".", ""] if intro else [])
+        lines += [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
