@@ -16,37 +16,29 @@
 that never train, and importing its engines there costs seconds and fixes its choice of platform too soon. Modules that
 are loaded already are patched at once, and every by-name copy of a patched function (`from … import agg_loss`) is
 rebound. A seam that is missing or has another signature is left alone and reported; `verify` turns such reports into one
-error before the first update under one of our modes.
+error before the first update under one of our modes. Each seam names the releases that have it; releases.py has the rest
+of what differs between them.
 """
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from verl_ba import __version__
+from verl_ba import __version__, releases
 from verl_ba.aggregation import MODES, aggregate, pool_mean_length
-
-SUPPORTED_VERL = ("0.9.1",)
-"""verl releases whose seams were read and run. Another release is refused, not guessed at."""
 
 COLUMN = "pool_mean_length"
 """Name of the per-row column in the batch, of its entry in `global_batch_info`, and of `agg_loss`'s new argument."""
 
 _MODE_KEY = "actor_rollout_ref.actor.loss_agg_mode"
-
-
-class UnsupportedVerlError(RuntimeError):
-    """verl is missing, or is a release whose seams are unknown."""
 
 
 class SeamError(RuntimeError):
@@ -94,11 +86,12 @@ def _wrap_actor_config(original: Callable) -> Callable:
 def _refuse_policy_loss(mode: str, policy_loss: Any) -> None:
     """Raise if this policy loss would not do what the mode says."""
     name = policy_loss.get("loss_mode", "vanilla")
-    if name in REFUSED_POLICY_LOSSES:
+    refused = {**REFUSED_POLICY_LOSSES, **releases.current().ignoring}
+    if name in refused:
         raise ValueError(
             f"actor_rollout_ref.actor.policy_loss.loss_mode={name} ignores {_MODE_KEY}={mode}: "
-            f"{REFUSED_POLICY_LOSSES[name]}. Choose a policy loss that aggregates by loss_agg_mode (vanilla, "
-            f"gspo, clip_cov, kl_cov, gpg, cispo, …), or one of verl's own modes"
+            f"{refused[name]}. Choose a policy loss that aggregates by loss_agg_mode (vanilla, "
+            f"clip_cov, kl_cov, gpg, cispo, …), or one of verl's own modes"
         )
     if name == "bypass_mode":
         _refuse_bypass_rejection(mode, policy_loss.get("rollout_correction"), "actor_rollout_ref.actor.policy_loss.")
@@ -114,13 +107,16 @@ def _refuse_bypass_rejection(mode: str, correction: Any, where: str) -> None:
         )
 
 
+_LOCAL_MEAN = "each micro-batch, as every critic of this verl release does"
+
+
 def _wrap_critic_config(original: Callable) -> Callable:
     @functools.wraps(original)
     def __post_init__(self) -> None:
         if self.loss_agg_mode in MODES:
             _say(
                 f"critic.loss_agg_mode={self.loss_agg_mode} (inherited from the actor): values have no sign, so the "
-                "critic uses token-mean over the global batch"
+                f"critic uses token-mean over {'the global batch' if releases.current().global_critic else _LOCAL_MEAN}"
             )
             object.__setattr__(self, "loss_agg_mode", "token-mean")
         return original(self)
@@ -135,6 +131,7 @@ def _wrap_validate_config(original: Callable) -> Callable:
     def validate_config(config, use_reference_policy, use_critic) -> None:
         mode = config.actor_rollout_ref.actor.loss_agg_mode
         if mode in MODES:
+            _check_release(config, mode)
             reason = _token_level_estimator(config.algorithm)
             if reason:
                 raise ValueError(
@@ -151,7 +148,7 @@ def _wrap_validate_config(original: Callable) -> Callable:
 
 
 def _token_level_estimator(algorithm: Any) -> str | None:
-    """Name the setting that makes advantages vary within a response, for the estimators of verl 0.9.1."""
+    """Name the setting that makes advantages vary within a response, for the estimators of verl."""
     name = getattr(algorithm.adv_estimator, "value", algorithm.adv_estimator)
     if name in ("gae", "optimal_token_baseline", "tir_optimal_token_baseline"):
         return f"algorithm.adv_estimator={name}"
@@ -377,6 +374,39 @@ def _wrap_driver_agg_loss(original: Callable) -> Callable:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Releases
+# --------------------------------------------------------------------------------------------------------------------
+
+_USE_ENGINE = "Set trainer.use_legacy_worker_impl=disable (experimental), or install a newer verl"
+
+
+def _check_release(config: Any, mode: str) -> None:
+    """On the driver: refuse workers that drop `uid`; say once if this release's support is experimental."""
+    release = releases.current()
+    if release.legacy_workers and config.trainer.get("use_legacy_worker_impl", "auto") != "disable":
+        raise ValueError(
+            f"trainer.use_legacy_worker_impl={config.trainer.get('use_legacy_worker_impl', 'auto')} selects the legacy "
+            f"workers of verl {release.version}, which drop uid: groups cannot be seen under {_MODE_KEY}={mode}. "
+            f"{_USE_ENGINE}"
+        )
+    if release.experimental:
+        _say(f"support of verl {release.version} is experimental: {release.experimental}")
+
+
+def _wrap_legacy_update(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def update_policy(self, *args, **kwargs):
+        if self.config.loss_agg_mode in MODES:
+            raise RuntimeError(
+                f"{type(self).__name__} is a legacy worker of verl {releases.verl_version()}, which drops uid: groups "
+                f"cannot be seen under {_MODE_KEY}={self.config.loss_agg_mode}. {_USE_ENGINE}"
+            )
+        return original(self, *args, **kwargs)
+
+    return update_policy
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Seams
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -391,6 +421,7 @@ class Seam:
         wrap: original -> replacement.
         why: what the seam is for.
         until: what in verl would make it unnecessary.
+        releases: the verl releases that have it.
         everywhere: rebind by-name copies in other modules. False for a name that is replaced in its module only.
         trains: a training process must have it.
     """
@@ -401,6 +432,7 @@ class Seam:
     wrap: Callable[[Callable], Callable]
     why: str
     until: str
+    releases: tuple[str, ...] = tuple(releases.BY_VERSION)
     everywhere: bool = True
     trains: bool = True
 
@@ -422,7 +454,7 @@ _REGISTRY = "verl has a registry of loss aggregations, as it has of policy losse
 _ROW_COLUMN = "verl carries per-response lengths or loss weights from the trainer to the loss (verl PR 7580 is near it)"
 
 
-def _driver_metric(module: str) -> Seam:
+def _driver_metric(module: str, *only: str) -> Seam:
     return Seam(
         module,
         "agg_loss",
@@ -430,6 +462,21 @@ def _driver_metric(module: str) -> Seam:
         _wrap_driver_agg_loss,
         "the driver's entropy metric is logged before advantages exist: token-mean there",
         _REGISTRY,
+        releases=only or tuple(releases.BY_VERSION),
+        everywhere=False,
+        trains=False,
+    )
+
+
+def _legacy_update(module: str, attribute: str) -> Seam:
+    return Seam(
+        module,
+        attribute,
+        ("args", "kwargs"),  # a logging decorator hides the method's own
+        _wrap_legacy_update,
+        "the legacy workers drop uid before the update and would train token-mean under another name: refused",
+        "verl 0.7.1 is no longer supported",
+        releases=("0.7.1",),
         everywhere=False,
         trains=False,
     )
@@ -484,6 +531,7 @@ SEAMS = (
         _wrap_loss,
         "distillation aggregates before it calls ppo_loss",
         _ROW_COLUMN,
+        releases=("0.8.0", "0.9.0", "0.9.1"),
     ),
     Seam(
         "verl.trainer.ppo.core_algos",
@@ -493,10 +541,21 @@ SEAMS = (
         "the modes themselves",
         _REGISTRY,
     ),
-    _driver_metric("verl.trainer.ppo.v1.trainer_base"),
+    _driver_metric("verl.trainer.ppo.v1.trainer_base", "0.9.0", "0.9.1"),
+    _driver_metric("verl.trainer.main_ppo_sync", "0.8.0"),
     _driver_metric("verl.trainer.ppo.ray_trainer"),
     _driver_metric("verl.experimental.separation.ray_trainer"),
+    _legacy_update("verl.workers.actor.dp_actor", "DataParallelPPOActor.update_policy"),
+    _legacy_update("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy"),
 )
+"""Every place in verl that is replaced, in any release. The signatures are the same in every release that has one."""
+
+
+def seams() -> list[Seam]:
+    """The seams of the release in this process; UnsupportedVerlError if it is not supported."""
+    version = releases.current().version
+    return [seam for seam in SEAMS if version in seam.releases]
+
 
 _MARK = "__verl_ba_seam__"
 _originals: dict[str, Callable] = {}  # seam name -> what verl had there
@@ -508,49 +567,27 @@ def install() -> None:
     """Attach to this process's verl, now or as its modules are loaded. Calling it again does nothing.
 
     Raises:
-        UnsupportedVerlError: verl is missing or of an unsupported release. The reason is printed to stderr first,
+        releases.UnsupportedVerlError: verl is missing or of an unsupported release. The reason is printed to stderr first,
             because verl logs a failing plugin at DEBUG only.
     """
     global _installed
     if _installed:
         return
     try:
-        check_verl_version()
-    except UnsupportedVerlError as error:
+        present = seams()
+    except releases.UnsupportedVerlError as error:
         _say(str(error))
         raise
     import wrapt
 
     _installed = True
-    for seam in SEAMS:
+    for seam in present:
         wrapt.register_post_import_hook(functools.partial(_attach, seam), seam.module)
 
 
 def is_installed() -> bool:
     """Whether `install` has run in this process."""
     return _installed
-
-
-def check_verl_version() -> str:
-    """verl's version, if it is supported; UnsupportedVerlError if not. Does not import verl."""
-    version = verl_version()
-    expected = f"supported: {', '.join(SUPPORTED_VERL)}"
-    if version is None:
-        raise UnsupportedVerlError(f"verl is not installed; {expected}. Try: pip install verl=={SUPPORTED_VERL[-1]}")
-    if version not in SUPPORTED_VERL:
-        raise UnsupportedVerlError(
-            f"verl {version} is not supported by verl_ba {__version__}; {expected}. The modes {', '.join(MODES)} are not "
-            f"available in this process. Install a supported verl, or a verl_ba that supports {version}"
-        )
-    return version
-
-
-def verl_version() -> str | None:
-    """The version that verl gives itself, read without importing it; None if verl cannot be found."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        return None
-    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
 
 
 def verify() -> None:
@@ -561,14 +598,14 @@ def verify() -> None:
     """
     faults = [
         f"{seam.name}: {fault}"
-        for seam in SEAMS
+        for seam in seams()
         if (seam.trains or seam.module in sys.modules) and (fault := seam_fault(seam))
     ]
     faults += [f"{where}: still verl's own {name}" for where, name in stale_bindings()]
     if faults:
         raise SeamError(
-            f"verl_ba {__version__} is not completely attached to verl {verl_version()}, so {', '.join(MODES)} would not "
-            "be exact:\n  - " + "\n  - ".join(faults) + "\nRun `verl-ba doctor` on this node"
+            f"verl_ba {__version__} is not completely attached to verl {releases.verl_version()}, so {', '.join(MODES)} "
+            "would not be exact:\n  - " + "\n  - ".join(faults) + "\nRun `verl-ba doctor` on this node"
         )
 
 
@@ -600,8 +637,8 @@ def stale_bindings() -> list[tuple[str, str]]:
 
 def describe() -> str:
     """One line on what is attached: versions and seams."""
-    attached = [seam.attribute for seam in SEAMS if seam.module in sys.modules and not seam_fault(seam)]
-    return f"verl_ba {__version__} in verl {verl_version()}, attached: {', '.join(attached)}"
+    attached = [seam.attribute for seam in seams() if seam.module in sys.modules and not seam_fault(seam)]
+    return f"verl_ba {__version__} in verl {releases.verl_version()}, attached: {', '.join(attached)}"
 
 
 def _attach(seam: Seam, module: ModuleType) -> None:
@@ -624,7 +661,7 @@ def _attach(seam: Seam, module: ModuleType) -> None:
 
 def _report(seam: Seam, problem: str) -> None:
     _problems[seam.name] = problem
-    _say(f"verl {verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
+    _say(f"verl {releases.verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
 
 
 def _resolve(owner: Any, dotted: str) -> Any:
@@ -646,14 +683,14 @@ def _say(message: str) -> None:
     print(f"[verl_ba] {message}", file=sys.stderr, flush=True)
 
 
-def load_seam_modules() -> dict[str, str]:
-    """Import every module with a seam (`verl-ba doctor`); the errors by module name."""
+def load_seam_modules() -> dict[str, Exception]:
+    """Import every module with a seam in this release (`verl-ba doctor`); the errors by module name."""
     errors = {}
-    for name in dict.fromkeys(seam.module for seam in SEAMS):
+    for name in dict.fromkeys(seam.module for seam in seams()):
         try:
             importlib.import_module(name)
         except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+            errors[name] = error
     return errors
 
 
