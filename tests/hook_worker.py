@@ -8,10 +8,12 @@ import torch
 import verl  # noqa: F401  loads the plugin, as in any verl process
 import verl_harness as harness
 
+from verl_ba import releases
+
 
 def settings():
     """(mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
-    for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), ("nested", "padded")):
+    for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), releases.current().layouts):
         yield mode, layout, 1, None, 1, False
         yield mode, layout, 1, 1, 1, False
         yield mode, layout, 2, 2, 1, True
