@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer lint format bench doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions lint format bench doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,9 @@ test-fast: setup  ## the tests without the trainer
 
 test-trainer: setup  ## verl's real trainer on the CPU
 	@$(PY) -m pytest -m trainer
+
+test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
+	@$(PY) tests/versions.py
 
 lint: setup  ## ruff, pyright, shellcheck
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh requirements/*.sh .ci/run

@@ -248,8 +248,9 @@ def test_the_drivers_entropy_metric_is_token_mean(module):
 def test_a_critic_that_inherits_the_mode_uses_token_mean(capfd):
     from verl.workers.config import FSDPCriticConfig
 
-    # verl 0.7.1 would load a model's configuration in place of None
-    settings = {"strategy": "fsdp", "ppo_micro_batch_size_per_gpu": 1, "model_config": SimpleNamespace()}
+    settings = {"strategy": "fsdp", "ppo_micro_batch_size_per_gpu": 1}
+    if RELEASE.legacy_workers:
+        settings["model_config"] = SimpleNamespace()  # None would load a model's configuration from the default path
     critic = FSDPCriticConfig(loss_agg_mode="balanced", **settings)
     mean = "the global batch" if RELEASE.global_critic else "each micro-batch"
     assert f"(inherited from the actor): values have no sign, so the critic uses token-mean over {mean}" in (

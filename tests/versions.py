@@ -115,7 +115,9 @@ def main() -> int:
             folder = unpacked(release)
             found[release.version], status = run(release, folder)
         if status != 0:
-            failures.append(f"verl {release.version}: pytest's exit status {status}; see .cache/verl-{release.version}.log")
+            failures.append(
+                f"verl {release.version}: pytest's exit status {status}; see .cache/verl-{release.version}.log"
+            )
         console.print(f"verl {release.version}: {time.monotonic() - begin:.0f} s", highlight=False)
         for pin in broken_pins(folder):
             console.print(f"  its own pin is not met here: {pin}", highlight=False, markup=False)

@@ -5,6 +5,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import socket
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -102,19 +103,32 @@ def examine_cluster(address: str) -> dict[str, Report]:
     Raises:
         ConnectionError: there is no Ray at this address.
     """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise ConnectionError(f"no Ray answers there ({error})") from error
+
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Local to this function, so that it travels by value: a node without verl_ba can still say so.
     def probe() -> dict[str, Any]:
         import dataclasses
+        import importlib.metadata
         import platform
 
         try:
             from verl_ba.doctor import examine
         except ImportError as error:
-            found = {"verl_ba": "missing", "verl": "not examined", "python": platform.python_version()}
-            return {**found, "faults": [f"verl_ba cannot be imported ({error}). Install it on this node"]}
+            installed = {found.name: found.version for found in importlib.metadata.distributions(name="verl-ba")}
+            return {
+                "verl_ba": installed.get("verl-ba", "missing"),
+                "verl": "not examined",
+                "python": platform.python_version(),
+                "faults": [f"verl_ba is not there, or another version ({error}). Install it on this node"],
+            }
         return dataclasses.asdict(examine())
 
     name = "VERL_USE_EXTERNAL_MODULES"
