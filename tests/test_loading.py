@@ -1,15 +1,13 @@
-"""The ways to load verl_ba into every process of a run (docs/loading.md): real processes, a real Ray, the real trainer."""
+"""The ways to load verl_ba into a process (docs/loading.md), for the release that is imported; whole runs: test_cluster."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from verl_ba import releases
 
-ROOT = Path(__file__).parents[1]
 RELEASE = releases.current()
 IS_LOADED = "import verl\nfrom verl_ba import hooks\nprint(hooks.is_installed())"
 
@@ -88,64 +86,3 @@ def test_the_models_external_lib_loads_it_where_the_tokenizer_is():
     result = run_python(COMPOSE + TRAINER)
     lines = [line for line in result.stdout.splitlines() if line.startswith(("without", "entropy"))]
     assert lines == ["without: True", "entropy 1.0"], result.stdout + result.stderr[-3000:]
-
-
-# ---- a Ray that is running already
-
-
-def run_doctor(address: str, folder: Path) -> subprocess.CompletedProcess:
-    """`verl-ba doctor --ray`, away from the checkout: Ray lets workers import from the driver's folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "verl_ba.cli", "doctor", "--ray", address],
-        cwd=folder,
-        env={**os.environ, "VERL_PLATFORM": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-
-
-@pytest.fixture
-def cluster(monkeypatch):
-    """A head node in a process of its own, to which a test adds nodes; what it is started with reaches its workers."""
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    yield cluster
-    cluster.shutdown()
-
-
-@pytest.mark.trainer
-def test_doctor_examines_every_node_of_a_running_ray(cluster, tmp_path):
-    cluster.add_node(num_cpus=1)
-    result = run_doctor(cluster.address, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(RELEASE.version) == result.stdout.count(" yes ") == 2
-
-    (tmp_path / "other" / "verl" / "version").mkdir(parents=True)
-    (tmp_path / "other" / "verl" / "version" / "version").write_text("9.9.9\n")
-    (tmp_path / "other" / "verl" / "__init__.py").touch()
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "verl_ba.py").write_text("raise ImportError('not on this node')")
-    path = os.environ["PYTHONPATH"]
-    cluster.add_node(num_cpus=1, env_vars={"VERL_USE_EXTERNAL_PLUGINS": "none"})
-    cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path / "other"), path])})
-    cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path / "none"), path])})
-    result = run_doctor(cluster.address, tmp_path)
-    assert result.returncode == 1
-    for message in (
-        "importing verl did not load verl_ba",
-        "verl 9.9.9 is not supported",
-        "verl_ba is not there, or another version (not on this node)",
-        "verl differs:",
-    ):
-        assert message in result.stdout, result.stdout + result.stderr
-    assert result.stdout.count(" yes ") == 2
-
-
-def test_doctor_names_an_address_without_a_ray(tmp_path):
-    result = run_doctor("127.0.0.1:1", tmp_path)
-    assert result.returncode == 1
-    assert "--ray 127.0.0.1:1:" in result.stdout
-    assert "Give the address of a running cluster" in result.stdout
