@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ba import hooks, releases
+from verl_ba import cli, doctor, hooks, releases
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,3 +49,12 @@ def test_the_seams_are_those_of_the_release(monkeypatch, release):
     assert ("verl.trainer.main_ppo_sync" in modules) == (release.version == "0.8.0")
     assert ("verl.workers.actor.dp_actor" in modules) == release.legacy_workers
     assert "verl.trainer.ppo.core_algos" in modules
+
+
+def test_nodes_with_different_versions_are_named():
+    same = doctor.Report("1.0", "0.9.1", "3.11.7", [])
+    other = doctor.Report("1.0", "0.9.0", "3.11.7", [])
+    assert cli.version_differences({"node a": same, "node b": same}) == []
+    assert cli.version_differences({"node a": same, "node b": other, "node c": same}) == [
+        "verl differs: 0.9.1 on node a, node c; 0.9.0 on node b. Install one version on every node"
+    ]

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from verl_ba import __version__, hooks
+from verl_ba import __version__, hooks, releases
 from verl_ba.doctor import Report, examine, examine_cluster
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
@@ -42,7 +42,8 @@ def doctor(
         console.print(table)
     report = examine()
     if not quiet and report.seams:
-        table = Table("seam", "attached", "why", title=f"verl {report.verl}")
+        notice = " (support is experimental)" if releases.BY_VERSION[report.verl].experimental else ""
+        table = Table(Column("seam", overflow="fold"), "attached", "why", title=f"verl {report.verl}{notice}")
         for seam, attached, why in report.seams:
             table.add_row(seam.removeprefix("verl."), attached, why)
         console.print(table)
