@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions lint format bench doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions recipes-check recipes-smoke lint format bench doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 16
 
 setup:  ## a virtual environment with everything pinned
-	@bash requirements/install.sh $(VENV)
+	@bash requirements/system.sh && bash requirements/install.sh $(VENV)
 
 demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all MODEL=path STEPS=n SEED=n RESUME=1]
 	@$(PY) recipes/demo/run.py $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
@@ -28,8 +28,14 @@ test-trainer: setup  ## verl's real trainer on the CPU
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
 	@$(PY) tests/versions.py
 
+recipes-check: setup  ## compose every recipe, arm and cluster; give them to verl's classes; compare (in `make test`)
+	@$(PY) -m pytest tests/test_recipes.py
+
+recipes-smoke: setup  ## two real steps of every recipe and arm on the CPU, a resumed run, an evaluation  [ONLY=text]
+	@$(PY) recipes/smoke.py $(if $(ONLY),--only "$(ONLY)")
+
 lint: setup  ## ruff, pyright, shellcheck
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh requirements/*.sh .ci/run
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh recipes/*.sbatch requirements/*.sh .ci/run
 
 format: setup  ## ruff's formatting and fixes
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -1,57 +1,80 @@
 #!/usr/bin/env bash
-# The one launcher: bash recipes/launch.sh RECIPE ARM [Hydra overrides…]
-#   RECIPE  a config in recipes/config (demo, …)
-#   ARM     balanced | token | sequence | verl-token (recipes/config/arm); two arms differ in this key alone
-# Runs verl's own `python -m verl.trainer.main_ppo`. RESULTS_DIR (default: results) is where runs go.
+# The one launcher: bash recipes/launch.sh RECIPE ARM [options] [Hydra overrides…]
+#   RECIPE          a config in recipes/config: demo, qwen3_1.7b_dapo17k, …
+#   ARM             balanced | token | sequence | verl-token (recipes/config/arm); two arms differ in this key alone
+#   --dry-run       show what would run, with a memory estimate; run nothing
+#   --cluster NAME  a file of recipes/config/cluster: 1x8x80gb (default), 2x8x80gb, 4x8x80gb, 1x4x80gb, 1x1x141gb, cpu
+#   --via HOW       here (default): this machine, or the Ray that RAY_ADDRESS names | slurm: sbatch | ray: ray job submit
+#   seed=N sharding=fsdp2 actor_rollout_ref.actor.optim.lr=2e-6 …   any key of verl's config
+# Runs verl's own `python -m verl.trainer.main_ppo`. From the environment: DATA_DIR (default: data) is where `verl-ba data`
+# wrote, RESULTS_DIR (default: results) where runs go, MODEL_DIR a folder with downloaded models, PYTHON the interpreter.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 config=$here/config
+python=${PYTHON:-python3}
 list() { find "$1" -maxdepth 1 -name '*.yaml' -printf '%f\n' | sed 's/\.yaml$//' | sort | tr '\n' ' '; }
+fail() { echo "launch.sh: $*" >&2 && exit 2; }
 
 if [[ $# -lt 2 ]]; then
-    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 2
 fi
-recipe=$1 arm=$2
+recipe=$1 arm=$2 via=here dry_run=() overrides=("arm=$2")
+[[ -f $config/$recipe.yaml ]] || fail "no recipe $recipe. Recipes: $(list "$config")"
+[[ -f $config/arm/$arm.yaml ]] || fail "no arm $arm. Arms: $(list "$config/arm")"
 shift 2
-for choice in "$config/$recipe.yaml" "$config/arm/$arm.yaml"; do
-    if [[ ! -f $choice ]]; then
-        echo "launch.sh: no $choice. Recipes: $(list "$config"). Arms: $(list "$config/arm")" >&2
-        exit 2
-    fi
-done
-
-# verl would look for a missing path on a hub, or fail once Ray is up.
-for override in "$@"; do
-    path=${override#*=}
-    case $override in
-        data.train_files=[!\[]* | data.val_files=[!\[]* | actor_rollout_ref.model.path=[/.]*)
-            if [[ $path != *://* && ! -e $path ]]; then
-                echo "launch.sh: ${override%%=*}=$path: no such file or folder (from $PWD). Give an existing path" >&2
-                exit 2
-            fi
+while [[ $# -gt 0 ]]; do
+    case $1 in
+        --dry-run) dry_run=(--dry-run) ;;
+        --cluster | --via)
+            [[ $# -ge 2 ]] || fail "$1 needs a value"
+            if [[ $1 == --via ]]; then via=$2; else overrides+=("cluster=$2"); fi
+            shift
             ;;
+        -*) fail "unknown option $1. Options: --dry-run, --cluster NAME, --via here|slurm|ray" ;;
+        *) overrides+=("$1") ;;
     esac
+    shift
+done
+for override in "${overrides[@]}"; do
+    name=${override#cluster=}
+    [[ $name == "$override" || -f $config/cluster/$name.yaml ]] || fail "no cluster $name. Clusters: $(list "$config/cluster")"
 done
 
-export RESULTS_DIR=${RESULTS_DIR:-results}
+# Absolute: Ray's processes may have another working directory.
+RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
+export RESULTS_DIR DATA_DIR
 export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
-# The cluster: an override on the command line, or else the recipe's own.
-cluster=$(printf '%s\n' "$@" | sed -n 's/^cluster=//p' | tail -n 1)
-cluster=${cluster:-$(sed -nE 's/^ *- (override )?cluster: *([^ #]*).*/\2/p' "$config/$recipe.yaml")}
-if [[ $cluster == cpu ]]; then
+[[ $via == here || -f $here/submit_$via.sh ]] || fail "--via $via: expected here, slurm or ray"
+
+# Checks the config before anything starts, writes the manifest, and says for which device the run is.
+plan=$("$python" "$here/plan.py" --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}")
+read -r device _ _ metrics <<<"$plan"
+if [[ $device == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
-    export VERL_PLATFORM=cpu RAY_AUTH_MODE=disabled OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export VERL_PLATFORM=cpu RAY_AUTH_MODE=${RAY_AUTH_MODE:-disabled} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
     export VLLM_ENABLE_V1_MULTIPROCESSING=0  # lets rollout.engine_kwargs choose the executor "uni"
     export PYTHONPATH=$here/cpu_site${PYTHONPATH:+:$PYTHONPATH}
     export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
     export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 fi
+if [[ $via != here ]]; then exec bash "$here/submit_$via.sh" "$plan" "${dry_run[@]}" "$recipe" "${overrides[@]}"; fi
+if [[ $device == cpu && -n ${RAY_ADDRESS:-} ]]; then
+    # A Ray that runs already has its resources; ray.init takes none with an address.
+    overrides+=(ray_kwargs.ray_init.num_gpus=null ray_kwargs.ray_init.num_cpus=null)
+fi
 # shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
-run_dir='hydra.run.dir=${run_dir}'
-# verl's file logger has no option for its path.
-VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-$RESULTS_DIR} \
-    exec "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe" \
-    "arm=$arm" "hydra.searchpath=[pkg://verl.trainer.config]" "$run_dir" "$@"
+command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe"
+    "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}"
+    # verl's file logger empties its file when it starts: one file a start. Ray hands the names to the process that logs.
+    "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'"
+    "++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR='${metrics%.jsonl}-tensorboard'")
+if [[ ${#dry_run[@]} -gt 0 ]]; then
+    printf '\nwould run:\n  '
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+exec "${command[@]}"

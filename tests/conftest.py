@@ -21,4 +21,4 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platfo
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Processes that tests start import verl, too: less garbage collection while they do (see the file there).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(RECIPES / "cpu_site"), os.environ.get("PYTHONPATH")]))
-sys.path.insert(0, str(RECIPES / "demo"))
+sys.path[:0] = [str(RECIPES), str(RECIPES / "demo")]

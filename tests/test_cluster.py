@@ -18,6 +18,7 @@ from verl_ba import releases
 
 ROOT = Path(__file__).parents[1]
 RELEASE = releases.current()
+RAY = str(Path(sys.executable).with_name("ray"))
 OFF = "verl_ba_cpu"  # VERL_USE_EXTERNAL_PLUGINS: the CPU platform stays, verl_ba's own entry point does not load
 
 
@@ -32,22 +33,22 @@ def test_configuration_alone_loads_it_in_every_process(prepared, tmp_path):
 
 
 @pytest.fixture
-def started_ray(tmp_path):
+def started_ray(prepared, tmp_path):
     """`ray start --head` in the environment that launch.sh makes; the addresses of Ray and of its job server."""
+    python, variables = tmp_path / "python", tmp_path / "variables"  # launch.sh's interpreter: it notes its environment
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec env -0 >{variables}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    launch(prepared, tmp_path, "balanced", PYTHON=str(python), VERL_USE_EXTERNAL_PLUGINS=OFF)
+    environment = dict(line.split("=", 1) for line in variables.read_text().split("\0") if line)
+
     ports = free_ports(2)
     folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets are in it
     options = f"--head --block --port={ports[0]} --num-cpus=10 --num-gpus=2 --temp-dir={folder}"
     options += f" --include-dashboard=true --dashboard-port={ports[1]} --disable-usage-stats"
-    head = tmp_path / "head.sh"
-    head.write_text(f"#!/bin/sh\nexec {Path(sys.executable).with_name('ray')} start {options}\n")
-    head.chmod(0o755)
     log = tmp_path / "head.log"
-    environment = {**os.environ, "PYTHON": str(head), "RESULTS_DIR": str(tmp_path), "VERL_USE_EXTERNAL_PLUGINS": OFF}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = ["bash", str(ROOT / "recipes" / "launch.sh"), "demo", "balanced"]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [RAY, "start", *options.split()], env=environment, stdout=out, stderr=out, start_new_session=True
         )
     try:
         end = time.monotonic() + 90
@@ -79,31 +80,29 @@ def free_ports(count: int) -> list[int]:
 def test_a_ray_that_was_started_before(prepared, tmp_path, started_ray):
     """The trainer with the variable in Ray's runtime environment; then jobs with a working directory and with a wheel."""
     address, jobs = started_ray
-    overrides = (
-        f"+ray_kwargs.ray_init.address={address}",
-        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=verl_ba.plugin",
-        "~ray_kwargs.ray_init.num_gpus",  # the cluster has them
-        "~ray_kwargs.ray_init.include_dashboard",
-        "ray_kwargs.ray_init.num_cpus=null",
-    )
-    loaded = {"VERL_USE_EXTERNAL_PLUGINS": OFF, "VERL_USE_EXTERNAL_MODULES": "verl_ba.plugin"}
-    result, steps = launch(prepared, tmp_path, "balanced", *overrides, **loaded)
+    override = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=verl_ba.plugin"
+    variables = {"VERL_USE_EXTERNAL_PLUGINS": OFF, "VERL_USE_EXTERNAL_MODULES": "verl_ba.plugin"}
+    result, steps = launch(prepared, tmp_path, "balanced", override, RAY_ADDRESS=address, **variables)
     assert max(pg_losses(result, steps)) <= 1e-6
     assert "Connecting to existing Ray cluster" in result.stdout
 
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "where.py").write_text(WHERE)
-    variables = {"env_vars": {"VERL_USE_EXTERNAL_PLUGINS": "auto"}}
-    wheel = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), "."]
-    subprocess.run(wheel, cwd=ROOT, check=True)
+    source = tmp_path / "source"  # pip leaves a build folder
+    source.mkdir()
+    shutil.copytree(ROOT / "verl_ba", source / "verl_ba")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    wheel = [sys.executable, "-m", "pip", "-q", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*wheel, str(source)], check=True)
     (built,) = tmp_path.glob("verl_ba-*.whl")
-    places = submit(jobs, folder, {**variables, "py_modules": [str(built)]})
+    auto = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}  # verl finds the wheel's entry point
+    places = submit(jobs, folder, {"env_vars": auto, "py_modules": [str(built)]})
     assert all("py_modules_files" in place for place in places), places
 
     shutil.copytree(ROOT / "verl_ba", folder / "verl_ba")
-    variables = {"env_vars": {"VERL_USE_EXTERNAL_MODULES": "verl_ba.plugin"}}
-    places = submit(jobs, folder, variables)
+    places = submit(jobs, folder, {"env_vars": {"VERL_USE_EXTERNAL_MODULES": "verl_ba.plugin"}})
     assert all("working_dir_files" in place for place in places), places
 
 
@@ -122,7 +121,7 @@ print(ray.get(ray.remote(where).remote()))
 def submit(jobs: str, folder: Path, runtime_env: dict) -> list[str]:
     """Submit where.py as a job; where the driver and a worker found verl_ba, if verl loaded it."""
     options = ["--address", jobs, "--working-dir", str(folder), "--runtime-env-json", json.dumps(runtime_env)]
-    command = [str(Path(sys.executable).with_name("ray")), "job", "submit", *options, "--", sys.executable, "where.py"]
+    command = [RAY, "job", "submit", *options, "--", sys.executable, "where.py"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     places = [line for line in result.stdout.splitlines() if line.startswith("WHERE")]
     assert result.returncode == 0, result.stdout + result.stderr

@@ -37,7 +37,7 @@ def launch(prepared, results, arm, *overrides, **variables) -> tuple[subprocess.
     result = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900
     )
-    log = results / "demo" / f"{arm}-seed1.jsonl"
+    log = results / "demo" / f"{arm}-seed1" / "metrics" / "1.jsonl"
     steps = [json.loads(line)["data"] for line in log.read_text().splitlines()] if log.exists() else []
     return result, [step for step in steps if "actor/pg_loss" in step]
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from verl_ba import __version__, hooks, releases
+from verl_ba.data.command import data
 from verl_ba.doctor import Report, examine, examine_cluster
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
@@ -20,6 +21,9 @@ PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "Trans
 @app.callback()
 def main() -> None:
     """Balanced Aggregation for verl."""
+
+
+app.command()(data)
 
 
 @app.command()

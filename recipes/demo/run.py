@@ -39,7 +39,6 @@ def train(
     """Run one arm, showing its progress; its log, metrics and rollouts go below `results`."""
     log_file, folder = metrics_file(results, config, arm, seed), run_folder(results, config, arm, seed)
     shutil.rmtree(folder, ignore_errors=True)
-    log_file.unlink(missing_ok=True)
     folder.mkdir(parents=True)
     command = [
         "bash",
@@ -110,9 +109,8 @@ def run_name(config: str) -> str:
 
 
 def metrics_file(results: Path, config: str, arm: str, seed: int) -> Path:
-    """verl's file logger writes beside the run's folder, under the same name."""
-    folder = run_folder(results, config, arm, seed)
-    return folder.with_name(f"{folder.name}.jsonl")
+    """What verl's file logger writes in the run's first start; the demo has no other."""
+    return run_folder(results, config, arm, seed) / "metrics" / "1.jsonl"
 
 
 def run_folder(results: Path, config: str, arm: str, seed: int) -> Path:
@@ -171,7 +169,7 @@ def main(
     screen.print(
         "On policy with binary rewards the balanced and the sequence loss are 0 to float precision, whatever the split over "
         "ranks and micro-batches; token aggregation's is not.\n"
-        f"{folder / 'curves.png'}, {folder / 'summary.md'}, metrics in {folder}/*.jsonl; "
+        f"{folder / 'curves.png'}, {folder / 'summary.md'}, metrics in {folder}/*/metrics; "
         f"{time.monotonic() - start:.0f} s",
         highlight=False,
     )

@@ -1,0 +1,108 @@
+"""The run's manifest, `manifest.json` in its folder: what ran, on what. A resumed run adds a start; none is overwritten."""
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ba.cli import PACKAGES, package_version
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def manifest_path(config: DictConfig) -> Path:
+    return Path(config.run_dir) / "manifest.json"
+
+
+def starts(config: DictConfig) -> list[dict]:
+    """The starts of this run so far."""
+    path = manifest_path(config)
+    return json.loads(path.read_text())["starts"] if path.exists() else []
+
+
+def metrics_file(config: DictConfig) -> Path:
+    """Where the next start of this run logs its metrics."""
+    return Path(config.run_dir) / "metrics" / f"{len(starts(config)) + 1}.jsonl"
+
+
+def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
+    """Add this start to the manifest; say on stderr where its config differs from the previous start's."""
+    path, earlier = manifest_path(config), starts(config)
+    start = {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "recipe": recipe,
+        "overrides": overrides,
+        "job": {key: os.environ[key] for key in ("SLURM_JOB_ID", "RAY_JOB_ID", "RAY_ADDRESS") if key in os.environ},
+        "git": git(),
+        "versions": {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES},
+        "hardware": hardware(),
+        "data": {file: checksum(Path(file)) for file in data_files(config)},
+        "config": OmegaConf.to_container(config, resolve=True),
+    }
+    for key, (was, now) in differences(earlier[-1], start).items() if earlier else ():
+        print(f"[verl_ba] since the previous start of {path.parent}: {key} was {was}, is {now}", file=sys.stderr)
+    metrics_file(config).parent.mkdir(parents=True, exist_ok=True)  # verl's file logger makes no folder
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"starts": [*earlier, start]}, indent=1))
+    new.replace(path)
+    return path
+
+
+def differences(before: dict, after: dict) -> dict[str, tuple[Any, Any]]:
+    """What changed between two starts of one run, among what decides its numbers."""
+    changed = {}
+    for part in ("config", "versions", "data"):
+        old, new = flatten(before[part], part), flatten(after[part], part)
+        changed |= {k: (old.get(k), new.get(k)) for k in old.keys() | new.keys() if old.get(k) != new.get(k)}
+    return dict(sorted(changed.items()))
+
+
+def flatten(tree: Any, prefix: str) -> dict[str, Any]:
+    """Leaves of nested dictionaries by dotted name."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {k: v for key, value in tree.items() for k, v in flatten(value, f"{prefix}.{key}").items()}
+
+
+def data_files(config: DictConfig) -> list[str]:
+    files = [config.data.train_files, config.data.val_files]
+    return list(dict.fromkeys(f for part in files for f in ([part] if isinstance(part, str) else part)))
+
+
+def checksum(path: Path) -> str | None:
+    """sha256 of a file; None for what is not a local file."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def git() -> dict[str, Any]:
+    """Revision of this repository, and whether files differ from it; empty outside a checkout."""
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
+
+    try:
+        return {"revision": run("rev-parse", "HEAD").strip(), "changed": run("status", "--porcelain").splitlines()}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def hardware() -> dict[str, Any]:
+    """This node's; a cluster's other nodes are in Ray's log."""
+    import torch
+
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
