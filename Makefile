@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer recipes-check recipes-smoke lint format bench doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions recipes-check recipes-smoke lint format bench doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,9 @@ test-fast: setup  ## the tests without the trainer
 
 test-trainer: setup  ## verl's real trainer on the CPU
 	@$(PY) -m pytest -m trainer
+
+test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
+	@$(PY) tests/versions.py
 
 recipes-check: setup  ## compose every recipe, arm and cluster; give them to verl's classes; compare (in `make test`)
 	@$(PY) -m pytest tests/test_recipes.py

@@ -4,7 +4,18 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+@pytest.fixture(scope="session")
+def prepared():
+    """The demo's model and data; made once, in a minute."""
+    from prepare import prepare
+
+    return prepare(RECIPES.parent / ".cache")
+
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platform
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

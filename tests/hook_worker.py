@@ -8,15 +8,17 @@ import torch
 import verl  # noqa: F401  loads the plugin, as in any verl process
 import verl_harness as harness
 
+from verl_ba import releases
+
 
 def settings():
     """(form, mode, layout, mini-batches, micro-batch size or None for dynamic, epochs, shuffle)"""
-    for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), ("nested", "padded")):
+    for mode, layout in itertools.product(("balanced", "group-mean-token-mean"), releases.current().layouts):
         yield "response", mode, layout, 1, None, 1, False
         yield "response", mode, layout, 1, 1, 1, False
         yield "response", mode, layout, 2, 2, 1, True
         yield "response", mode, layout, 2, None, 2, True
-    for form, layout in itertools.product(("token", "sessions"), ("nested", "padded")):
+    for form, layout in itertools.product(("token", "sessions"), releases.current().layouts):
         yield form, "balanced", layout, 1, 1, 1, False
         yield form, "balanced", layout, 2, None, 2, True
 

@@ -420,7 +420,7 @@ def test_advantages_at_masked_positions_do_not_matter(garbage):
 
 def test_every_seam_is_attached_keeps_the_original_and_leaves_no_stale_binding():
     hooks.verify()
-    for seam in hooks.SEAMS:
+    for seam in hooks.seams():
         assert hooks.seam_fault(seam) is None, seam.name
         current = hooks._resolve(sys.modules[seam.module], seam.attribute)
         assert current.__wrapped__ is hooks._originals[seam.name] or not seam.everywhere
@@ -561,7 +561,7 @@ def test_an_unsupported_release_is_named_on_screen_though_verl_hides_it(fake_ver
     result = run_python("import verl; print(verl.__version__)", PYTHONPATH=str(fake_verl))
     assert result.stdout.strip() == "9.9.9"
     assert "verl 9.9.9 is not supported" in result.stderr
-    assert "supported: 0.9.1" in result.stderr
+    assert "supported: 0.7.1 (experimental), 0.8.0, 0.9.0, 0.9.1" in result.stderr
 
 
 def test_verl_missing_is_named():
@@ -569,9 +569,11 @@ def test_verl_missing_is_named():
         "import importlib.util, verl_ba.hooks as h\n"
         "importlib.util.find_spec = lambda name: None\n"
         "try: h.install()\n"
-        "except h.UnsupportedVerlError as e: print(e)"
+        "except h.releases.UnsupportedVerlError as e: print(e)"
     )
-    assert "verl is not installed; supported: 0.9.1. Try: pip install verl==0.9.1" in run_python(code).stdout
+    message = run_python(code).stdout
+    assert "verl is not installed; supported: 0.7.1 (experimental), " in message
+    assert "Try: pip install verl==0.9.1" in message
 
 
 def doctor(**environment):
@@ -581,7 +583,7 @@ def doctor(**environment):
 def test_doctor_approves_this_environment():
     result = doctor(VERL_PLATFORM="cpu")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count(" yes ") == len(hooks.SEAMS)
+    assert result.stdout.count(" yes ") == len(hooks.seams())
     assert "✓ actor_rollout_ref.actor.loss_agg_mode may be balanced or group-mean-token-mean" in result.stdout
 
 

@@ -12,20 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepare import prepare
 
 ROOT = Path(__file__).parents[1]
 STEPS = 3
 pytestmark = pytest.mark.trainer
 
 
-@pytest.fixture(scope="session")
-def prepared():
-    return prepare(ROOT / ".cache")
-
-
-def launch(prepared, results, arm, *overrides) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Run the demo's recipe for a few steps; its completed process and the metrics of each step."""
+def launch(prepared, results, arm, *overrides, **variables) -> tuple[subprocess.CompletedProcess, list[dict]]:
+    """Run the demo's recipe for a few steps, with these environment variables; the process and each step's metrics."""
     command = [
         "bash",
         str(ROOT / "recipes" / "launch.sh"),
@@ -38,7 +32,8 @@ def launch(prepared, results, arm, *overrides) -> tuple[subprocess.CompletedProc
         *overrides,
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
-    environment.pop("PYTHONPATH", None)
+    environment["PYTHONPATH"] = str(ROOT)
+    environment.update(variables)
     result = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900
     )

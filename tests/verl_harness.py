@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
+from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 
 ENTROPY_SLOPE = 0.5  # entropy = slope · θ: any function of θ serves to test the entropy term
 PROMPT_LENGTH = 2
+
+# Before its platform layer (0.9.0), verl asks torch.cpu itself for what only accelerators count.
+torch.cpu.max_memory_allocated = torch.cpu.max_memory_reserved = lambda: 0
 
 
 @dataclass
@@ -164,8 +168,8 @@ def make_worker(rollouts: Rollouts, config, micro_batch: int | None, max_tokens:
     worker = engine_workers.TrainingWorker.__new__(engine_workers.TrainingWorker)
     worker.engine = ParameterEngine()
     worker.engine_config = worker.engine.engine_config
-    worker.model_config = {}
-    worker.flops_counter = None
+    worker.model_config = OmegaConf.create({"use_remove_padding": True})  # verl 0.7.1 reads it
+    worker.flops_counter = SimpleNamespace(estimate_flops=lambda *_, **__: (0.0, 1.0))
     worker.device_name = "cpu"
     worker.profiler = DistProfiler(rank=torch.distributed.get_rank())
     worker.loss_fn = partial(engine_workers.ppo_loss, config=config)

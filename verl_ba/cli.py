@@ -1,18 +1,17 @@
 """`verl-ba`: what is installed, and does it attach?"""
 
 import importlib.metadata
-import os
 import platform
 import sys
-import warnings
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from verl_ba import __version__, hooks
+from verl_ba import __version__, hooks, releases
 from verl_ba.data.command import data
+from verl_ba.doctor import Report, examine, examine_cluster
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
 
@@ -30,9 +29,14 @@ app.command()(data)
 @app.command()
 def doctor(
     quiet: Annotated[bool, typer.Option(help="print only what is wrong")] = False,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="examine every node of this Ray cluster ('auto', host:port)")
+    ] = None,
 ) -> None:
     """Say what is installed, which seams attach in this verl, and why not. Exit status 1 if a mode would not work."""
     console = Console(width=None if sys.stdout.isatty() else 120)
+    if ray is not None:
+        finish(console, cluster_faults(console, ray, quiet))
     if not quiet:
         table = Table(title=f"verl_ba {__version__}, Python {platform.python_version()}")
         table.add_column("package")
@@ -40,31 +44,43 @@ def doctor(
         for name in PACKAGES:
             table.add_row(name, package_version(name))
         console.print(table)
-
-    try:
-        hooks.check_verl_version()
-    except hooks.UnsupportedVerlError as error:
-        finish(console, [str(error)])
-
-    faults = loading_faults()
-    warnings.simplefilter("ignore")  # verl names every engine that is not installed
-    import verl  # loads the plugins
-
-    if not hooks.is_installed():
-        faults.append("importing verl did not load verl_ba (see above); attached by hand for the rest of this report")
-        hooks.install()
-    errors = hooks.load_seam_modules()
-
-    table = Table("seam", "attached", "why", title=f"verl {verl.__version__}: {os.path.dirname(verl.__file__)}")
-    for seam in hooks.SEAMS:
-        fault = errors.get(seam.module) or hooks.seam_fault(seam)
-        table.add_row(seam.name.removeprefix("verl."), "no" if fault else "yes", seam.why)
-        if fault:
-            faults.append(f"{seam.name}: {fault}")
-    faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
-    if not quiet:
+    report = examine()
+    if not quiet and report.seams:
+        notice = " (support is experimental)" if releases.BY_VERSION[report.verl].experimental else ""
+        table = Table(Column("seam", overflow="fold"), "attached", "why", title=f"verl {report.verl}{notice}")
+        for seam, attached, why in report.seams:
+            table.add_row(seam.removeprefix("verl."), attached, why)
         console.print(table)
-    finish(console, faults)
+    finish(console, report.faults)
+
+
+def cluster_faults(console: Console, address: str, quiet: bool) -> list[str]:
+    """Examine the cluster's nodes and print a row for each; what is wrong, by node."""
+    try:
+        with console.status("asking every node (importing verl takes a while)"):
+            reports = examine_cluster(address)
+    except ConnectionError as error:
+        return [f"--ray {address}: {error}. Give the address of a running cluster, as `ray status` shows it"]
+    if not quiet:
+        table = Table("node", "verl_ba", "verl", "python", "attached", title=f"Ray cluster {address}")
+        for node, report in reports.items():
+            table.add_row(node, *report.versions, "no" if report.faults else "yes")
+        console.print(table)
+    faults = [f"{node}: {fault}" for node, report in reports.items() for fault in report.faults]
+    return faults + version_differences(reports)
+
+
+def version_differences(reports: dict[str, Report]) -> list[str]:
+    """One line for each of verl_ba, verl and Python that is not the same on all nodes."""
+    differences = []
+    for name in ("verl_ba", "verl", "python"):
+        nodes: dict[str, list[str]] = {}
+        for node, report in reports.items():
+            nodes.setdefault(getattr(report, name), []).append(node)
+        if len(nodes) > 1:
+            found = "; ".join(f"{version} on {', '.join(where)}" for version, where in nodes.items())
+            differences.append(f"{name} differs: {found}. Install one version on every node")
+    return differences
 
 
 def finish(console: Console, faults: list[str]) -> None:
@@ -74,22 +90,6 @@ def finish(console: Console, faults: list[str]) -> None:
     if not faults:
         console.print(f"✓ actor_rollout_ref.actor.loss_agg_mode may be {' or '.join(hooks.MODES)}", highlight=False)
     raise typer.Exit(1 if faults else 0)
-
-
-def loading_faults() -> list[str]:
-    """Why verl, on import, would not load this package."""
-    faults = []
-    policy, entries = hooks.plugin_policy(), importlib.metadata.entry_points(group="verl.plugins")
-    if "verl_ba" not in {entry.name for entry in entries}:
-        faults.append(
-            "no entry point 'verl_ba' in the group verl.plugins: the package is on the path but not installed. "
-            "Run: pip install verl-ba"
-        )
-    if policy != "auto" and "verl_ba" not in [name.strip() for name in policy.split(",")]:
-        faults.append(
-            f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading verl_ba; unset it, or add verl_ba to the list"
-        )
-    return faults
 
 
 def package_version(name: str) -> str:

@@ -20,40 +20,32 @@ numbers per row, one per sign, and seam 3 looks up each token's own. Nothing abo
 that never train, and importing its engines there costs seconds and fixes its choice of platform too soon. Modules that
 are loaded already are patched at once, and every by-name copy of a patched function (`from … import agg_loss`) is
 rebound. A seam that is missing or has another signature is left alone and reported; `verify` turns such reports into one
-error before the first update under one of our modes.
+error before the first update under one of our modes. Each seam names the releases that have it; releases.py has the rest
+of what differs between them.
 """
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_ba import __version__
+from verl_ba import __version__, releases
 from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, token_mean_length
 from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
-
-SUPPORTED_VERL = ("0.9.1",)
-"""verl releases whose seams were read and run. Another release is refused, not guessed at."""
 
 COLUMN = "pool_mean_length"
 """Name of the per-row column in the batch, of its entry in `global_batch_info`, and of `agg_loss`'s new argument."""
 
 _MODE_KEY = "actor_rollout_ref.actor.loss_agg_mode"
-
-
-class UnsupportedVerlError(RuntimeError):
-    """verl is missing, or is a release whose seams are unknown."""
 
 
 class SeamError(RuntimeError):
@@ -112,13 +104,16 @@ def _refuse_bypass_rejection(mode: str, correction: Any, where: str) -> None:
         )
 
 
+_LOCAL_MEAN = "each micro-batch, as every critic of this verl release does"
+
+
 def _wrap_critic_config(original: Callable) -> Callable:
     @functools.wraps(original)
     def __post_init__(self) -> None:
         if self.loss_agg_mode in MODES:
             _say(
                 f"critic.loss_agg_mode={self.loss_agg_mode} (inherited from the actor): values have no sign, so the "
-                "critic uses token-mean over the global batch"
+                f"critic uses token-mean over {'the global batch' if releases.current().global_critic else _LOCAL_MEAN}"
             )
             object.__setattr__(self, "loss_agg_mode", "token-mean")
         return original(self)
@@ -133,6 +128,7 @@ def _wrap_validate_config(original: Callable) -> Callable:
     def validate_config(config, use_reference_policy, use_critic) -> None:
         mode = config.actor_rollout_ref.actor.loss_agg_mode
         if mode in MODES:
+            _check_release(config, mode)
             correction = config.algorithm.get("rollout_correction")
             if correction and correction.get("bypass_mode"):
                 _refuse_bypass_rejection(mode, correction, "algorithm.")
@@ -401,6 +397,39 @@ def _raise_past_the_mode(name: str, function: Callable, call: _PolicyLossCall) -
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# Releases
+# --------------------------------------------------------------------------------------------------------------------
+
+_USE_ENGINE = "Set trainer.use_legacy_worker_impl=disable (experimental), or install a newer verl"
+
+
+def _check_release(config: Any, mode: str) -> None:
+    """On the driver: refuse workers that drop `uid`; say once if this release's support is experimental."""
+    release = releases.current()
+    if release.legacy_workers and config.trainer.get("use_legacy_worker_impl", "auto") != "disable":
+        raise ValueError(
+            f"trainer.use_legacy_worker_impl={config.trainer.get('use_legacy_worker_impl', 'auto')} selects the legacy "
+            f"workers of verl {release.version}, which drop uid: groups cannot be seen under {_MODE_KEY}={mode}. "
+            f"{_USE_ENGINE}"
+        )
+    if release.experimental:
+        _say(f"support of verl {release.version} is experimental: {release.experimental}")
+
+
+def _wrap_legacy_update(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def update_policy(self, *args, **kwargs):
+        if self.config.loss_agg_mode in MODES:
+            raise RuntimeError(
+                f"{type(self).__name__} is a legacy worker of verl {releases.verl_version()}, which drops uid: groups "
+                f"cannot be seen under {_MODE_KEY}={self.config.loss_agg_mode}. {_USE_ENGINE}"
+            )
+        return original(self, *args, **kwargs)
+
+    return update_policy
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Seams
 # --------------------------------------------------------------------------------------------------------------------
 
@@ -415,6 +444,7 @@ class Seam:
         wrap: original -> replacement.
         why: what the seam is for.
         until: what in verl would make it unnecessary.
+        releases: the verl releases that have it.
         everywhere: rebind by-name copies in other modules. False for a name that is replaced in its module only.
         trains: a training process must have it.
     """
@@ -425,6 +455,7 @@ class Seam:
     wrap: Callable[[Callable], Callable]
     why: str
     until: str
+    releases: tuple[str, ...] = tuple(releases.BY_VERSION)
     everywhere: bool = True
     trains: bool = True
 
@@ -446,7 +477,7 @@ _REGISTRY = "verl has a registry of loss aggregations, as it has of policy losse
 _ROW_COLUMN = "verl carries per-response lengths or loss weights from the trainer to the loss (verl PR 7580 is near it)"
 
 
-def _driver_metric(module: str) -> Seam:
+def _driver_metric(module: str, *only: str) -> Seam:
     return Seam(
         module,
         "agg_loss",
@@ -454,6 +485,21 @@ def _driver_metric(module: str) -> Seam:
         _wrap_driver_agg_loss,
         "the driver's entropy metric is logged before advantages exist: token-mean there",
         _REGISTRY,
+        releases=only or tuple(releases.BY_VERSION),
+        everywhere=False,
+        trains=False,
+    )
+
+
+def _legacy_update(module: str, attribute: str) -> Seam:
+    return Seam(
+        module,
+        attribute,
+        ("args", "kwargs"),  # a logging decorator hides the method's own
+        _wrap_legacy_update,
+        "the legacy workers drop uid before the update and would train token-mean under another name: refused",
+        "verl 0.7.1 is no longer supported",
+        releases=("0.7.1",),
         everywhere=False,
         trains=False,
     )
@@ -508,6 +554,7 @@ SEAMS = (
         _wrap_loss,
         "distillation aggregates before it calls ppo_loss",
         _ROW_COLUMN,
+        releases=("0.8.0", "0.9.0", "0.9.1"),
     ),
     Seam(
         "verl.trainer.ppo.core_algos",
@@ -525,10 +572,21 @@ SEAMS = (
         "a policy loss that goes past agg_loss raises; one that names another mode itself is given ours",
         "every policy loss of verl passes loss_agg_mode on",
     ),
-    _driver_metric("verl.trainer.ppo.v1.trainer_base"),
+    _driver_metric("verl.trainer.ppo.v1.trainer_base", "0.9.0", "0.9.1"),
+    _driver_metric("verl.trainer.main_ppo_sync", "0.8.0"),
     _driver_metric("verl.trainer.ppo.ray_trainer"),
     _driver_metric("verl.experimental.separation.ray_trainer"),
+    _legacy_update("verl.workers.actor.dp_actor", "DataParallelPPOActor.update_policy"),
+    _legacy_update("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy"),
 )
+"""Every place in verl that is replaced, in any release. The signatures are the same in every release that has one."""
+
+
+def seams() -> list[Seam]:
+    """The seams of the release in this process; UnsupportedVerlError if it is not supported."""
+    version = releases.current().version
+    return [seam for seam in SEAMS if version in seam.releases]
+
 
 _MARK = "__verl_ba_seam__"
 _originals: dict[str, Callable] = {}  # seam name -> what verl had there
@@ -540,49 +598,27 @@ def install() -> None:
     """Attach to this process's verl, now or as its modules are loaded. Calling it again does nothing.
 
     Raises:
-        UnsupportedVerlError: verl is missing or of an unsupported release. The reason is printed to stderr first,
+        releases.UnsupportedVerlError: verl is missing or of an unsupported release. The reason is printed to stderr first,
             because verl logs a failing plugin at DEBUG only.
     """
     global _installed
     if _installed:
         return
     try:
-        check_verl_version()
-    except UnsupportedVerlError as error:
+        present = seams()
+    except releases.UnsupportedVerlError as error:
         _say(str(error))
         raise
     import wrapt
 
     _installed = True
-    for seam in SEAMS:
+    for seam in present:
         wrapt.register_post_import_hook(functools.partial(_attach, seam), seam.module)
 
 
 def is_installed() -> bool:
     """Whether `install` has run in this process."""
     return _installed
-
-
-def check_verl_version() -> str:
-    """verl's version, if it is supported; UnsupportedVerlError if not. Does not import verl."""
-    version = verl_version()
-    expected = f"supported: {', '.join(SUPPORTED_VERL)}"
-    if version is None:
-        raise UnsupportedVerlError(f"verl is not installed; {expected}. Try: pip install verl=={SUPPORTED_VERL[-1]}")
-    if version not in SUPPORTED_VERL:
-        raise UnsupportedVerlError(
-            f"verl {version} is not supported by verl_ba {__version__}; {expected}. The modes {', '.join(MODES)} are not "
-            f"available in this process. Install a supported verl, or a verl_ba that supports {version}"
-        )
-    return version
-
-
-def verl_version() -> str | None:
-    """The version that verl gives itself, read without importing it; None if verl cannot be found."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        return None
-    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
 
 
 def verify() -> None:
@@ -593,14 +629,14 @@ def verify() -> None:
     """
     faults = [
         f"{seam.name}: {fault}"
-        for seam in SEAMS
+        for seam in seams()
         if (seam.trains or seam.module in sys.modules) and (fault := seam_fault(seam))
     ]
     faults += [f"{where}: still verl's own {name}" for where, name in stale_bindings()]
     if faults:
         raise SeamError(
-            f"verl_ba {__version__} is not completely attached to verl {verl_version()}, so {', '.join(MODES)} would not "
-            "be exact:\n  - " + "\n  - ".join(faults) + "\nRun `verl-ba doctor` on this node"
+            f"verl_ba {__version__} is not completely attached to verl {releases.verl_version()}, so {', '.join(MODES)} "
+            "would not be exact:\n  - " + "\n  - ".join(faults) + "\nRun `verl-ba doctor` on this node"
         )
 
 
@@ -632,8 +668,8 @@ def stale_bindings() -> list[tuple[str, str]]:
 
 def describe() -> str:
     """One line on what is attached: versions and seams."""
-    attached = [seam.attribute for seam in SEAMS if seam.module in sys.modules and not seam_fault(seam)]
-    return f"verl_ba {__version__} in verl {verl_version()}, attached: {', '.join(attached)}"
+    attached = [seam.attribute for seam in seams() if seam.module in sys.modules and not seam_fault(seam)]
+    return f"verl_ba {__version__} in verl {releases.verl_version()}, attached: {', '.join(attached)}"
 
 
 def _attach(seam: Seam, module: ModuleType) -> None:
@@ -656,7 +692,7 @@ def _attach(seam: Seam, module: ModuleType) -> None:
 
 def _report(seam: Seam, problem: str) -> None:
     _problems[seam.name] = problem
-    _say(f"verl {verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
+    _say(f"verl {releases.verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
 
 
 def _resolve(owner: Any, dotted: str) -> Any:
@@ -678,14 +714,14 @@ def _say(message: str) -> None:
     print(f"[verl_ba] {message}", file=sys.stderr, flush=True)
 
 
-def load_seam_modules() -> dict[str, str]:
-    """Import every module with a seam (`verl-ba doctor`); the errors by module name."""
+def load_seam_modules() -> dict[str, Exception]:
+    """Import every module with a seam in this release (`verl-ba doctor`); the errors by module name."""
     errors = {}
-    for name in dict.fromkeys(seam.module for seam in SEAMS):
+    for name in dict.fromkeys(seam.module for seam in seams()):
         try:
             importlib.import_module(name)
         except Exception as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+            errors[name] = error
     return errors
 
 
