@@ -22,7 +22,8 @@ import json, os, re, sys
 
 import manifest
 
-passed = r"(DATA_DIR|RESULTS_DIR|MODEL_DIR|PYTHON|SANDBOX_FUSION_URL|(VERL|VLLM|HF|HYDRA|NCCL|GLOO|OMP|TORCH|TOKENIZERS|TQ|WANDB)\w*)"
+passed = "DATA_DIR|RESULTS_DIR|MODEL_DIR|PYTHON|SANDBOX_FUSION_URL"
+passed += r"|(VERL|VLLM|HF|HYDRA|NCCL|GLOO|OMP|TORCH|TOKENIZERS|TQ|WANDB)\w*"
 kept = {k: v for k, v in os.environ.items() if re.fullmatch(passed, k) and not re.search(r"(TOKEN|KEY|SECRET)S?$", k)}
 # Each process of verl imports this, from the uploaded folder, whether the package is installed on its node or not.
 modules = filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES"), "verl_ba.plugin"])
