@@ -34,7 +34,9 @@ class Metric:
 
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
-    Metric("empty_responses", "responses", "fully masked responses: they weigh nothing", "0, or what the filters remove"),
+    Metric(
+        "empty_responses", "responses", "fully masked responses: they weigh nothing", "0, or what the filters remove"
+    ),
     Metric("groups", "groups", "prompts in the batch", "the configured batch size"),
     Metric("groups_mixed", "share", "groups with both signs: only these can be tilted", "not falling to 0"),
     Metric("groups_without_variance", "share", "groups whose advantages are all equal", "not rising to 1"),
@@ -110,6 +112,25 @@ def metrics_markdown() -> str:
     for m in METRICS:
         cells = (f"`balance/{m.name}`", m.unit, m.meaning, m.healthy)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+EXAMPLE = {"length": (10, 1000, 1000, 1000), "sign": (1, 1, -1, -1)}
+"""One prompt, four responses: a short and a long right one, two long wrong ones."""
+
+
+def example_markdown() -> str:
+    """The weights of the responses of `EXAMPLE` under each mode, as a Markdown table."""
+    one_prompt = torch.zeros(len(EXAMPLE["length"]), dtype=torch.int64)
+    responses = fold(EXAMPLE["length"], one_prompt, EXAMPLE["sign"])
+    names = [
+        f"{'right' if sign > 0 else 'wrong'}, {length:,} tokens"
+        for length, sign in zip(EXAMPLE["length"], EXAMPLE["sign"], strict=True)
+    ]
+    lines = [f"| mode | {' | '.join(names)} | share of the wrong |", "| --- |" + " --- |" * (len(names) + 1)]
+    for mode, weight in response_weights(responses).items():
+        wrong = weight[responses.sign < 0].sum() / weight.sum()
+        lines.append(f"| `{mode}` | {' | '.join(f'{w:.3f}' for w in weight)} | {wrong:.1%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -247,8 +268,6 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
         "degrees": np.maximum(count - 1, 0).sum(axis=1),
         "positive_size": per_group(size * (filled & (sign > 0))),
         "negative_size": per_group(size * (filled & (sign < 0))),
-        "short_tokens": per_group(length * short),
-        "long_tokens": per_group(length * long),
     }
     for mode, weight in weights.items():
         sums |= {
@@ -286,12 +305,12 @@ def statistics(sums: dict) -> dict[str, np.ndarray]:
         for mode in ALL_MODES:
             gradient = s[f"{mode}/positive"] + s[f"{mode}/negative"]
             negative = s[f"{mode}/negative"] / gradient
-            long = s[f"{mode}/long"] / s["long_tokens"]
+            long, short = (s[f"{mode}/{part}"] / s[f"token-mean/{part}"] for part in ("long", "short"))
             values |= {
                 f"{mode}/gradient_share_positive": s[f"{mode}/positive"] / gradient,
                 f"{mode}/gradient_share_negative": negative,
                 f"{mode}/tilt": negative - fair,
-                f"{mode}/long_to_short": long / (s[f"{mode}/short"] / s["short_tokens"]),
+                f"{mode}/long_to_short": long / short,
                 f"{mode}/moved": s[f"{mode}/moved"] / s["reference"],
             }
     return values
@@ -306,5 +325,5 @@ def _without_variance(group: np.ndarray, advantage: np.ndarray, groups: int) -> 
     return high - low <= EQUAL_ADVANTAGES
 
 
-if __name__ == "__main__":  # the table, for the docs
-    print(metrics_markdown(), end="")
+if __name__ == "__main__":  # the tables of docs/which-aggregation.md
+    print(example_markdown(), metrics_markdown(), sep="\n", end="")

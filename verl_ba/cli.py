@@ -1,4 +1,4 @@
-"""`verl-ba`: what is installed, and does it attach?"""
+"""`verl-ba`: is it attached; what would it weigh; what did it change?"""
 
 import importlib.metadata
 import os
@@ -12,8 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_ba import __version__, hooks
+from verl_ba.analysis import commands
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
+
+app.command()(commands.analyze)
+app.command()(commands.compare)
 
 PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "TransferQueue", "flash-attn", "omegaconf")
 

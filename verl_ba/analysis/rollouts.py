@@ -200,7 +200,9 @@ class _Reader:
 
     def columns(self, lengths: array) -> Rollouts:
         if not self.score:
-            found = "; ".join(f"{n} × {name}, {self.problems.places[name][0]}" for name, n in self.problems.counts.items())
+            found = "; ".join(
+                f"{n} × {name}, {self.problems.places[name][0]}" for name, n in self.problems.counts.items()
+            )
             raise NoRollouts(f"none of {self.lines} lines could be used: {found or 'the files are empty'}")
         group, session = np.asarray(self.group), np.asarray(self.session)
         length, score = np.asarray(lengths, dtype=np.float64), np.asarray(self.score)
@@ -208,9 +210,18 @@ class _Reader:
             length, score, group = self._fold(length, score, group, session, np.asarray(self.row))
         size = np.bincount(group)
         for number in np.flatnonzero(size == 1):
-            self.problems.add("group of one response: no other to compare it with; used all the same", self.group_place[number])
+            self.problems.add(
+                "group of one response: no other to compare it with; used all the same", self.group_place[number]
+            )
         return Rollouts(
-            length, score, group, np.asarray(self.group_step), self.group_label, self.group_place, self.problems, self.lines
+            length,
+            score,
+            group,
+            np.asarray(self.group_step),
+            self.group_label,
+            self.group_place,
+            self.problems,
+            self.lines,
         )
 
     def _fold(self, length, score, group, session, row):

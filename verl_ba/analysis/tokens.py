@@ -27,7 +27,9 @@ def token_counter(path: Path, max_response_length: int | None = None) -> Callabl
     except (OSError, ValueError) as error:
         raise ValueError(f"--tokenizer {path}: no tokenizer could be loaded: {error}") from None
     if not tokenizer.is_fast:
-        raise ValueError(f"--tokenizer {path}: expected a tokenizer with a fast version; got {type(tokenizer).__name__}")
+        raise ValueError(
+            f"--tokenizer {path}: expected a tokenizer with a fast version; got {type(tokenizer).__name__}"
+        )
 
     def count(texts: list[str]) -> list[int]:
         ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]

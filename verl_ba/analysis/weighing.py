@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl_ba.aggregation import ALL_MODES
+from verl_ba.analysis.estimate import Estimate
 from verl_ba.analysis.rollouts import Rollouts
 from verl_ba.balance import EQUAL_ADVANTAGES, fold, group_sums, response_weights, statistics
 
@@ -25,15 +26,6 @@ STARVED = 0.7
 
 _BINS = 40
 _DECILES = 10
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and its 95% bootstrap interval; nan where the data do not define it."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,9 @@ def _resample(groups: int, resamples: int, rng: np.random.Generator) -> Iterable
         yield np.bincount(drawn.ravel(), minlength=rows * groups).reshape(rows, groups).astype(np.float64)
 
 
-def most_tilted(rollouts: Rollouts, sums: dict[str, np.ndarray], groups: np.ndarray, top: int = 10) -> list[TiltedGroup]:
+def most_tilted(
+    rollouts: Rollouts, sums: dict[str, np.ndarray], groups: np.ndarray, top: int = 10
+) -> list[TiltedGroup]:
     """The groups in which a group's token mean moves most of the gradient to one sign, largest first."""
     each = statistics(sums)
     tilt = each["group-mean-token-mean/tilt"]
@@ -214,27 +208,29 @@ def advise(overall: dict[str, Estimate]) -> list[str]:
         )
     if variation_is_large:
         sentences.append(
-            f"Length variation is large (coefficient {_number(variation.value)} within a sign): under sequence-mean a token of "
-            f"a long response weighs {starved.value:.2f} of one in a short response. Where the gap is small as well, the "
+            f"Length variation is large (coefficient {_number(variation.value)} within a sign): under sequence-mean a token "
+            f"of a long response weighs {starved.value:.2f} of one in a short response. Where the gap is small as well, the "
             "paper finds sequence aggregation behind token aggregation."
         )
     if gap_is_large or variation_is_large:
         sentences.append(
-            f"`balanced` has a tilt of {overall['balanced/tilt'].value:+.1%}, and a token of a long response weighs "
+            f"balanced has a tilt of {overall['balanced/tilt'].value:+.1%}, and a token of a long response weighs "
             f"{overall['balanced/long_to_short'].value:.2f} of one in a short response. It moves "
             f"{overall['token-mean/moved'].value:.0%} of the gradient weight against token-mean and "
             f"{overall['seq-mean-token-mean/moved'].value:.0%} against sequence-mean."
         )
     else:
         sentences.append(
-            f"Length gap and length variation are both small (tilt of token-mean {tilt.value:+.1%}, a token of a long response "
-            f"weighs {starved.value:.2f} under sequence-mean): the aggregations nearly agree here."
+            f"Length gap and length variation are both small (tilt of token-mean {tilt.value:+.1%}, a token of a long "
+            f"response weighs {starved.value:.2f} under sequence-mean): the aggregations nearly agree here."
         )
     if np.isfinite(tilt.low) and tilt.low <= 0 <= tilt.high:
-        sentences.append("The interval of token-mean's tilt contains 0: there are too few groups to tell its direction.")
+        sentences.append(
+            "The interval of token-mean's tilt contains 0: there are too few groups to tell its direction."
+        )
     if (lone := overall["lone_responses"].value) >= 0.1:
         sentences.append(
-            f"{lone:.0%} of the responses of mixed groups are alone with their sign. There `balanced` weighs them as "
+            f"{lone:.0%} of the responses of mixed groups are alone with their sign. There balanced weighs them as "
             "sequence-mean does; larger groups make it matter less."
         )
     return sentences
@@ -257,5 +253,8 @@ def _deciles(length: np.ndarray, token_weight: dict[str, np.ndarray]) -> tuple[n
     tokens = np.array([length[part].sum() for part in parts])
     return (
         np.array([length[part].mean() for part in parts]),
-        {mode: np.array([(w[part] * length[part]).sum() for part in parts]) / tokens for mode, w in token_weight.items()},
+        {
+            mode: np.array([(w[part] * length[part]).sum() for part in parts]) / tokens
+            for mode, w in token_weight.items()
+        },
     )
