@@ -1,6 +1,7 @@
 """Compare runs: values at the last step, peaks, drops; differences between arms, paired by seed.
 
-Intervals are rliable's stratified bootstraps: seeds are resampled, separately for each benchmark.
+Intervals are percentile intervals of a stratified bootstrap (Agarwal et al. 2021, arXiv 2108.13264): seeds are resampled,
+separately for each benchmark.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ CURVES = (TRAINING_SCORE, POLICY_LOSS, "response_length/mean", "actor/entropy")
 
 MEASURES = ("last", "peak", "drop")
 FEW_SEEDS = 5
+_BOUNDS = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def _arm(name: str, runs: list[Run], benchmarks: list[str], smoothed: bool, boot
     last = np.array([[v[-1] for v in row] for row in values])
     peak = np.array([[v.max() for v in row] for row in values])
     scores = {"last": last, "peak": peak, "drop": peak - last}
-    estimates = {measure: bootstrap.vector(scores[measure], _mean_and_each) for measure in MEASURES}
+    estimates = {measure: bootstrap.estimates(scores[measure], _mean_and_each) for measure in MEASURES}
     return Arm(name, runs[0].mode, [run.seed for run in runs], scores, estimates)
 
 
@@ -162,59 +164,57 @@ def _pair(a: Arm, b: Arm, bootstrap: "_Bootstrap") -> Pair | None:
         a.name,
         b.name,
         seeds,
-        bootstrap.vector(difference, _mean_and_each),
-        bootstrap.vector(difference, _probability)[0] if len(seeds) > 1 else Estimate(np.nan),
+        bootstrap.estimates(difference, _mean_and_each),
+        bootstrap.estimates(difference, _probability)[0] if len(seeds) > 1 else Estimate(np.nan),
     )
 
 
 def _curve(key: str, runs: list[Run], smoothed: bool, bootstrap: "_Bootstrap") -> Curve:
-    steps = np.array(list(runs[0].series[key]))
-    estimates = bootstrap.vector(np.stack([_values(run, key, smoothed) for run in runs]), lambda v: v.mean(axis=0))
-    mean, low, high = (np.array([getattr(e, name) for e in estimates]) for name in ("value", "low", "high"))
-    return Curve(steps, mean, low, high)
+    values = np.stack([_values(run, key, smoothed) for run in runs])
+    low, high = bootstrap.bands(values)
+    return Curve(np.array(list(runs[0].series[key])), values.mean(axis=0), low, high)
 
 
 def _mean_and_each(scores: np.ndarray) -> np.ndarray:
-    """The mean over seeds of the benchmarks' mean, then of each benchmark; one number for one benchmark."""
-    each = scores.mean(axis=0)
-    return each if len(each) == 1 else np.append(each.mean(), each)
+    """[…, seeds, benchmarks] -> the mean over seeds of the benchmarks' mean, then of each; one number for one benchmark."""
+    each = scores.mean(axis=-2)
+    return each if each.shape[-1] == 1 else np.concatenate([each.mean(axis=-1, keepdims=True), each], axis=-1)
 
 
 def _probability(difference: np.ndarray) -> np.ndarray:
-    """How often a difference is positive, a tie counting half."""
-    return np.array([((difference > 0) + 0.5 * (difference == 0)).mean()])
+    """[…, seeds, benchmarks] -> how often the difference is positive, a tie counting half; […, 1]."""
+    return ((difference > 0) + 0.5 * (difference == 0)).mean(axis=(-2, -1))[..., None]
 
 
+@dataclass(frozen=True)
 class _Bootstrap:
-    """rliable's stratified bootstrap, reproducible: it draws from numpy's global state, which is put back afterwards."""
+    """Percentile intervals over seeds; every call draws from a fresh generator, so none depends on the others."""
 
-    def __init__(self, resamples: int, seed: int) -> None:
-        self.resamples, self.seed = resamples, seed
+    resamples: int
+    seed: int
 
-    def vector(self, scores: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
-        """Each entry of function(scores [seeds, …]) with its interval; one seed gives none."""
+    def estimates(self, scores: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
+        """Each entry of function(scores [seeds, benchmarks]) with its interval; one seed gives none.
+
+        Stratified: every benchmark draws its own seeds.
+        """
         if len(scores) == 1:
             return [Estimate(float(value)) for value in function(scores)]
-        library = _rliable()
-        state = np.random.get_state()
-        np.random.seed(self.seed)
-        try:
-            point, interval = library.get_interval_estimates({"": scores}, function, reps=self.resamples)
-        finally:
-            np.random.set_state(state)
-        low, high = interval[""]
-        return [Estimate(*map(float, numbers)) for numbers in zip(point[""], low, high, strict=True)]
+        drawn = np.random.default_rng(self.seed).integers(len(scores), size=(self.resamples, *scores.shape))
+        spread = function(np.take_along_axis(scores[None], drawn, axis=1))
+        low, high = np.quantile(spread, _BOUNDS, axis=0)
+        return [Estimate(*map(float, numbers)) for numbers in zip(function(scores), low, high, strict=True)]
 
-
-def _rliable():
-    try:
-        from rliable import library
-    except (ImportError, TypeError) as error:  # arch before 8 raises TypeError under pandas 3
-        raise RunError(
-            f"intervals need rliable, which cannot be imported: {error}. Install it with pip install 'verl-ba[analysis]'; "
-            "with pandas 3 it also needs pip install --no-deps 'arch>=8'"
-        ) from None
-    return library
+    def bands(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds of the mean over seeds of values [seeds, steps], step by step; nan for one seed."""
+        seeds, steps = values.shape
+        if seeds == 1:
+            return np.full(steps, np.nan), np.full(steps, np.nan)
+        share = (
+            np.random.default_rng(self.seed).multinomial(seeds, np.full(seeds, 1 / seeds), size=self.resamples) / seeds
+        )
+        low, high = np.quantile(share @ values, _BOUNDS, axis=0)
+        return low, high
 
 
 def _notes(arms: list[Arm], pairs: list[Pair], smoothed: bool) -> list[str]:

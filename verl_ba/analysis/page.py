@@ -17,7 +17,7 @@ INK, FAINT = "#1b1b1a", "#8a8984"
 SERIES = ("#0067b1", "#d1570b", "#007d5b", "#b0569a", "#7a6100", "#5b5b58")
 """Colours of series: after Okabe and Ito, for colour-blind readers; line styles and markers tell them apart in grey."""
 
-_DARK = {
+DARK = {
     INK: "#ecebe6",
     FAINT: "#8a8984",
     SERIES[0]: "#5cb3f0",
@@ -27,7 +27,7 @@ _DARK = {
     SERIES[4]: "#d8bd4a",
     SERIES[5]: "#b9b8b2",
 }
-_VARIABLE = {colour: f"--c{i}" for i, colour in enumerate(_DARK)}
+_VARIABLE = {colour: f"--c{i}" for i, colour in enumerate(DARK)}
 
 
 @dataclass(frozen=True)
@@ -145,5 +145,5 @@ def html(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         subtitle=subtitle,
         sections=sections,
         light=[(variable, colour) for colour, variable in _VARIABLE.items()],
-        dark=[(variable, _DARK[colour]) for colour, variable in _VARIABLE.items()],
+        dark=[(variable, DARK[colour]) for colour, variable in _VARIABLE.items()],
     )

@@ -165,7 +165,7 @@ def pairs_table(comparison: Comparison) -> Table:
         )
         for pair in comparison.pairs
     ]
-    caption = "Paired by seed. Probability of improvement: of the first arm being better with the same seed, over all benchmarks."
+    caption = "Paired by seed. Probability of improvement: of the first arm being better, same seed and benchmark."
     return Table(header, rows, caption)
 
 
