@@ -77,7 +77,12 @@ def pages(tmp_path_factory):
     for arm, level in (("balanced", 0.5), ("token", 0.45), ("sequence", 0.48), ("verl-token", 0.4)):
         for seed in (1, 2, 3):
             rising = [level * i / 20 + seed / 50 for i in range(1, 21)]
-            more = {VALIDATION: rising, "actor/pg_loss": [level / 10] * 20, "response_length/mean": [80.0 + level] * 20}
+            more = {f"val-core/a-long/benchmark-name-{i}/acc/mean@32": rising for i in range(3)}
+            more |= {
+                VALIDATION: rising,
+                "actor/pg_loss": [level / 10] * 20,
+                "response_length/mean": [80.0 + level] * 20,
+            }
             file_log(runs, f"{arm}-seed{seed}", rising, **more)
     for name, path in (("analyze", dump), ("compare", runs)):
         result = CliRunner().invoke(app, [name, str(path), "--out", str(folder), "--resamples", "50"])

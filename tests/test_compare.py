@@ -286,7 +286,8 @@ def test_compare_prints_and_writes_its_report(tmp_path):
     numbers = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert [arm["seeds"] for arm in numbers["arms"]] == [[1, 2], [1, 2]]
     text = (tmp_path / "out" / "compare.md").read_text()
-    assert "| openai/gsm8k mean@4 | token | group-mean-token-mean | 2 | 0.400 [0.400, 0.400] | 0.400" in text
+    assert "| openai/gsm8k mean@4 | token | 2 | 0.400 [0.400, 0.400] | 0.400" in text
+    assert "loss_agg_mode: balanced balanced, token group-mean-token-mean." in text
     assert paper.CAVEAT in text
     assert "| Qwen3-1.7B / DAPO-17k | 0.4481 | 0.4360 | 0.4695 |" in text
 

@@ -1,5 +1,6 @@
 """The figures of both reports. They draw numbers that were computed elsewhere; units are on every axis."""
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ MODE_LOOKS = {
 }
 """Colour, line style and marker of each mode: the same in every figure."""
 
+_TITLE = 26  # characters of a title that fit above one of three columns
 _OTHER_LOOKS = ((SERIES[4], (0, (5, 1)), "v"), (SERIES[5], (0, (1, 1)), "P"))
 
 _TEXT = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
@@ -199,7 +201,7 @@ def comparison_curves(comparison: Comparison) -> Figure:
                 axis.plot(curve.steps, mean, color=colour, linestyle=line, linewidth=2, label=arm)
                 axis.fill_between(curve.steps, low, high, color=colour, alpha=0.15, linewidth=0)
             title, label = _CURVE_TITLES.get(key, (short_name(key), "accuracy"))
-            axis.set(title=title, ylabel=label, xlabel="training step")
+            axis.set(title=textwrap.fill(title, _TITLE), ylabel=label, xlabel="training step")
             if key == POLICY_LOSS:
                 axis.set_yscale("log")
             axis.xaxis.get_major_locator().set_params(integer=True)

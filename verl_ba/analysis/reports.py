@@ -146,27 +146,28 @@ def scores_table(comparison: Comparison) -> Table:
     for i, name in enumerate(_benchmark_names(comparison)):
         for arm in comparison.arms:
             cells = (arm.estimates[measure][i].text() for measure in MEASURES)
-            rows.append((name, arm.name, arm.mode or "unknown", str(len(arm.seeds)), *cells))
+            rows.append((name, arm.name, str(len(arm.seeds)), *cells))
+    modes = ", ".join(f"{arm.name} {arm.mode or 'unknown'}" for arm in comparison.arms)
     return Table(
-        ("benchmark", "arm", "loss_agg_mode", "seeds", "last step", "peak", "drop after the peak"),
+        ("benchmark", "arm", "seeds", "last step", "peak", "drop after the peak"),
         rows,
-        "Means over seeds; in brackets 95% stratified bootstrap intervals over seeds. Peak: the best step of each run.",
+        f"Means over seeds; in brackets 95% stratified bootstrap intervals over seeds. Peak: the best step of each run. "
+        f"loss_agg_mode: {modes}.",
     )
 
 
 def pairs_table(comparison: Comparison) -> Table:
-    header = ("difference at the last step", "seeds", *_benchmark_names(comparison), "probability of improvement")
-    rows = [
-        (
-            f"{pair.a} − {pair.b}",
-            str(len(pair.seeds)),
-            *(d.text("+.3f") for d in pair.difference),
-            pair.probability.text(".2f"),
-        )
-        for pair in comparison.pairs
-    ]
-    caption = "Paired by seed. Probability of improvement: of the first arm being better, same seed and benchmark."
-    return Table(header, rows, caption)
+    """Differences at the last step, for each benchmark and their mean."""
+    rows = []
+    for pair in comparison.pairs:
+        for i, name in enumerate(_benchmark_names(comparison)):
+            better = pair.probability.text(".2f") if i == 0 else ""
+            rows.append((f"{pair.a} − {pair.b}", name, str(len(pair.seeds)), pair.difference[i].text("+.3f"), better))
+    return Table(
+        ("difference", "benchmark", "seeds", "at the last step", "probability of improvement"),
+        rows,
+        "Paired by seed. Probability of improvement: of the first arm being better, same seed and benchmark.",
+    )
 
 
 def paper_table() -> Table:
