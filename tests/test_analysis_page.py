@@ -135,7 +135,7 @@ def test_a_page_is_readable_in_light_and_in_dark(pages, tmp_path, name):
     # The same ink in both: what stands out from the paper in one scheme stands out in the other.
     ink = {scheme: np.abs(grey - np.median(grey)) > 0.25 for scheme, grey in shots.items()}
     assert ink[LIGHT].mean() > 0.02
-    assert ink[DARK].mean() == pytest.approx(ink[LIGHT].mean(), rel=0.35)
+    assert ink[DARK].mean() == pytest.approx(ink[LIGHT].mean(), rel=0.1)
 
 
 def luminance(colour):

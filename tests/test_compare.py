@@ -100,6 +100,16 @@ def test_an_offline_wandb_folder_is_read_and_a_cut_one_is_an_error(tmp_path):
         read_runs([folder])
 
 
+def test_the_padding_at_the_end_of_a_wandb_block_is_skipped(tmp_path):
+    from verl_ba.analysis import runs
+
+    first = b"a" * (runs._BLOCK - 3 - runs._HEADER - runs._PIECE.size)  # leaves 3 bytes: no room for another header
+    pieces = [runs._PIECE.pack(0, len(data), runs._WHOLE) + data for data in (first, b"second")]
+    path = tmp_path / "run.wandb"
+    path.write_bytes(b":W&B" + bytes(3) + pieces[0] + bytes(3) + pieces[1])
+    assert list(runs._wandb_records(path)) == [first, b"second"]
+
+
 def test_missing_and_cut_runs_are_named(tmp_path):
     with pytest.raises(RunError, match=r"nowhere: no such run"):
         read_runs([tmp_path / "nowhere"])

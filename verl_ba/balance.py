@@ -248,7 +248,6 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
         if filled.any()
         else (filled, filled)
     )
-    short = short & filled
     sums = {
         "groups": np.ones(groups),
         "responses": count.sum(axis=1),
