@@ -20,6 +20,7 @@ MODE_LOOKS = {
 }
 """Colour, line style and marker of each mode: the same in every figure."""
 
+_NO_LOSS = 1e-10  # where a loss of exactly 0 is drawn on a log scale
 _TITLE = 26  # characters of a title that fit above one of three columns
 _OTHER_LOOKS = ((SERIES[4], (0, (5, 1)), "v"), (SERIES[5], (0, (1, 1)), "P"))
 
@@ -189,12 +190,12 @@ _CURVE_TITLES = {
 def comparison_curves(comparison: Comparison) -> Figure:
     """Every benchmark and the usual training metrics against the step; one look per arm, bands over seeds."""
     keys = list(comparison.curves)
-    columns = min(3, len(keys))
+    columns = 2 if len(keys) == 4 else min(3, len(keys))
     rows = -(-len(keys) // columns)
     looks = _looks([arm.name for arm in comparison.arms], {arm.name: arm.mode for arm in comparison.arms})
     with _axes(columns, rows, size=(9, 2.9 * rows + 0.3)) as (drawing, axes):
         for axis, key in zip(axes, keys, strict=False):
-            floor = 1e-10 if key == POLICY_LOSS else -np.inf  # a loss of exactly 0 has no place on a log scale
+            floor = _NO_LOSS if key == POLICY_LOSS else -np.inf
             for arm, curve in comparison.curves[key].items():
                 colour, line, _ = looks[arm]
                 mean, low, high = (np.maximum(v, floor) for v in (curve.mean, curve.low, curve.high))
@@ -210,8 +211,9 @@ def comparison_curves(comparison: Comparison) -> Figure:
         _common_legend(drawing, axes[0], 6)
     seeds = max(len(arm.seeds) for arm in comparison.arms)
     bands = "Bands: 95% bootstrap intervals over seeds, step by step." if seeds > 1 else "One seed an arm: no bands."
+    loss = f" A loss of 0 is drawn at {_NO_LOSS:.0e}." if POLICY_LOSS in keys else ""
     score = f" The training score is averaged over {WINDOW} steps." if TRAINING_SCORE in keys else ""
-    return Figure("curves", drawing, "Curves of the arms: " + ", ".join(map(short_name, keys)), bands + score)
+    return Figure("curves", drawing, "Curves of the arms: " + ", ".join(map(short_name, keys)), bands + score + loss)
 
 
 def comparison_differences(comparison: Comparison) -> Figure:
