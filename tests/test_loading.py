@@ -1,4 +1,4 @@
-"""The ways to load verl_ba into a process (docs/loading.md), for the release that is imported; whole runs: test_loading_in_ray."""
+"""The ways to load verl_ba into a process (docs/loading.md), in the release imported; whole runs: test_loading_in_ray."""
 
 import os
 import subprocess

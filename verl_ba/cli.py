@@ -1,4 +1,4 @@
-"""`verl-ba`: what is installed, and does it attach?"""
+"""`verl-ba`: is it attached; what would it weigh; what did it change; data."""
 
 import importlib.metadata
 import platform
@@ -10,10 +10,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from verl_ba import __version__, hooks, releases
+from verl_ba.analysis import commands
 from verl_ba.data.command import data
 from verl_ba.doctor import Report, examine, examine_cluster
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
+
+app.command()(commands.analyze)
+app.command()(commands.compare)
+app.command()(data)
 
 PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "TransferQueue", "flash-attn", "omegaconf")
 
@@ -21,9 +26,6 @@ PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "Trans
 @app.callback()
 def main() -> None:
     """Balanced Aggregation for verl."""
-
-
-app.command()(data)
 
 
 @app.command()
