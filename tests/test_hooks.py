@@ -316,21 +316,7 @@ def test_bypass_mode_with_rejection_is_refused():
 
 @pytest.fixture(scope="module")
 def trainer_config():
-    """verl's own ppo_trainer, composed as main_ppo does, with what it needs to validate."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(
-            "ppo_trainer",
-            overrides=[
-                "actor_rollout_ref.actor.loss_agg_mode=balanced",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-                "actor_rollout_ref.rollout.name=vllm",
-                "critic.ppo_micro_batch_size_per_gpu=8",
-                "algorithm.adv_estimator=grpo",
-            ],
-        )
+    return harness.compose_trainer_config()
 
 
 @pytest.mark.parametrize(

@@ -161,28 +161,9 @@ def test_every_policy_loss_follows_the_mode_or_is_refused():
                 assert abs(balanced - policy_loss_under(mode, name)) > 1e-6, (name, mode)
 
 
-def compose_trainer_config(*overrides):
-    """verl's own ppo_trainer, composed as main_ppo does, with what it needs to validate."""
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(
-            "ppo_trainer",
-            overrides=[
-                "actor_rollout_ref.actor.loss_agg_mode=balanced",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-                "actor_rollout_ref.rollout.name=vllm",
-                "critic.ppo_micro_batch_size_per_gpu=8",
-                "algorithm.adv_estimator=grpo",
-                *overrides,
-            ],
-        )
-
-
 def test_the_trainers_config_validates(capfd):
     overrides = ["trainer.use_legacy_worker_impl=disable"] if RELEASE.legacy_workers else []
-    validate_config(compose_trainer_config(*overrides), use_reference_policy=False, use_critic=False)
+    validate_config(harness.compose_trainer_config(*overrides), use_reference_policy=False, use_critic=False)
     notice = f"support of verl {RELEASE.version} is experimental"
     assert capfd.readouterr().err.count(notice) == (1 if RELEASE.experimental else 0)
 
@@ -190,7 +171,7 @@ def test_the_trainers_config_validates(capfd):
 @pytest.mark.skipif(not RELEASE.legacy_workers, reason="the release has no legacy workers")
 def test_a_run_with_legacy_workers_is_refused():
     for setting in ("auto", "enable"):
-        config = compose_trainer_config(f"trainer.use_legacy_worker_impl={setting}")
+        config = harness.compose_trainer_config(f"trainer.use_legacy_worker_impl={setting}")
         with pytest.raises(ValueError, match=rf"use_legacy_worker_impl={setting} .*drop uid.*disable"):
             validate_config(config, use_reference_policy=False, use_critic=False)
         config.actor_rollout_ref.actor.loss_agg_mode = "token-mean"

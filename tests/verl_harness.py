@@ -215,3 +215,22 @@ def token_weights(rollouts: Rollouts, mode: str) -> torch.Tensor:
     advantage, mask = rollouts.advantage_BT.tolist(), rollouts.mask.tolist()
     weights = reference.token_weights(mode, advantage, mask, rollouts.uid, rollouts.session or None)
     return torch.tensor(weights, dtype=torch.float64)
+
+
+def compose_trainer_config(*overrides):
+    """verl's own ppo_trainer, composed as main_ppo does, with what it needs to validate."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            overrides=[
+                "actor_rollout_ref.actor.loss_agg_mode=balanced",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+                "actor_rollout_ref.rollout.name=vllm",
+                "critic.ppo_micro_batch_size_per_gpu=8",
+                "algorithm.adv_estimator=grpo",
+                *overrides,
+            ],
+        )
