@@ -162,14 +162,17 @@ def faults(status: int, log: Path, run: Path, arm: str, lines: list[dict], done:
 
 
 def resume(recipe: str, arm: str, results: Path) -> Outcome:
-    """The same run once more, one step longer: it must go on from its checkpoint."""
-    outcome = train(recipe, arm, results, 3, "trainer.save_freq=2", "trainer.total_training_steps=3")
+    """The same run once more, one step longer and with another logger: it must go on from its checkpoint."""
+    more = "trainer.save_freq=2", "trainer.total_training_steps=3", "trainer.logger=[console,file,tensorboard]"
+    outcome = train(recipe, arm, results, 3, *more)
     outcome.name = f"resume {outcome.name}"
     log = (results / "logs" / f"{recipe}-{arm}.log").read_text(errors="replace")
     if "global_step_2" not in log:
         outcome.faults.append("did not load global_step_2")
     if f"{run_folder(recipe, arm, results)}: config.trainer.total_training_steps was 2, is 3" not in log:
         outcome.faults.append("did not say what changed since the first start")
+    if not list((run_folder(recipe, arm, results) / "metrics" / "2-tensorboard").glob("events.*")):
+        outcome.faults.append("wrote no tensorboard events")
     return outcome
 
 
