@@ -16,10 +16,12 @@ demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all
 	@$(PY) recipes/demo/run.py $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
-test: setup test-fast test-trainer  ## all tests: the fast ones, then verl's real trainer
-
-test-fast: setup  ## the tests without the trainer, two at a time
+test: setup  ## all tests: two at a time, then verl's real trainer
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
+	@$(PY) -m pytest -m trainer
+
+test-fast: setup  ## the tests that take no time, two at a time
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not slow"
 
 test-trainer: setup  ## verl's real trainer on the CPU
 	@$(PY) -m pytest -m trainer

@@ -43,6 +43,9 @@ for override in "${overrides[@]}"; do
     [[ $name == "$override" || -f $config/cluster/$name.yaml ]] || fail "no cluster $name. Clusters: $(list "$config/cluster")"
 done
 
+"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)' ||
+    fail "no verl in $python: name the interpreter that has it, PYTHON=.venv/bin/python"
+
 # Absolute: Ray's processes may have another working directory.
 RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
 export RESULTS_DIR DATA_DIR

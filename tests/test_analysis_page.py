@@ -18,6 +18,8 @@ from verl_ba.analysis import charts, page
 from verl_ba.analysis.page import Figure, Section, Table
 from verl_ba.cli import app
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium")
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium on the path (Debian: apt-get install chromium)"

@@ -21,6 +21,8 @@ import psutil
 import pytest
 from prepare import prepare
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 LAUNCH, JOB = ROOT / "recipes" / "launch.sh", ROOT / "recipes" / "slurm.sbatch"
 SLURM = {

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import summary
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[1]
+PATHS = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
 ARMS = ("balanced", "token", "sequence", "verl-token")
 
 
@@ -142,13 +144,32 @@ def test_arms_differ_in_one_key_and_in_their_names(config):
         (["demo", "balenced"], "Arms: balanced sequence token verl-token"),
         (["nothing", "balanced"], "Recipes: demo"),
         ([], "bash recipes/launch.sh RECIPE ARM"),
-        (["demo", "balanced", "data.train_files=no.parquet"], "data.train_files=no.parquet: no such file or folder"),
-        (["demo", "token", "actor_rollout_ref.model.path=./no"], "actor_rollout_ref.model.path=./no: no such file"),
+        (["demo", "balanced", *PATHS, "data.train_files=no.parquet"], "data.train_files=no.parquet: no such file from"),
+        (
+            ["demo", "token", *PATHS, "actor_rollout_ref.model.path=./no"],
+            "actor_rollout_ref.model.path=./no: no such folder",
+        ),
+        (["demo", "token", "data.train_files=a", "actor_rollout_ref.model.path=m"], "data.val_files"),
     ],
 )
 def test_the_launcher_names_what_it_does_not_know(arguments, message):
     result = subprocess.run(
-        ["bash", str(ROOT / "recipes" / "launch.sh"), *arguments], capture_output=True, text=True, timeout=60
+        ["bash", str(ROOT / "recipes" / "launch.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": sys.executable},
     )
     assert result.returncode == 2
     assert message in result.stdout + result.stderr
+
+
+def test_an_interpreter_without_verl_is_named(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    python.chmod(0o755)
+    launcher = str(ROOT / "recipes" / "launch.sh")
+    environment = {**os.environ, "PYTHON": str(python), "PYTHONPATH": ""}
+    result = subprocess.run(["bash", launcher, "demo", "token"], capture_output=True, text=True, env=environment)
+    assert result.returncode == 2
+    assert f"no verl in {python}" in result.stderr

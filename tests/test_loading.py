@@ -8,6 +8,8 @@ import pytest
 
 from verl_ba import releases
 
+pytestmark = pytest.mark.slow
+
 RELEASE = releases.current()
 IS_LOADED = "import verl\nfrom verl_ba import hooks\nprint(hooks.is_installed())"
 

@@ -11,6 +11,8 @@ import verl  # noqa: F401  loads the plugin, as in any verl process
 
 from verl_ba import aggregation, hooks
 
+pytestmark = pytest.mark.slow
+
 hooks.load_seam_modules()
 
 BATCHES = 10_000

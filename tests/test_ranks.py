@@ -11,6 +11,8 @@ import pytest
 
 from verl_ba import releases
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -96,6 +96,7 @@ def test_recipes_of_one_model_differ_in_data_and_batch_only(composed):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_verl_accepts_every_combination(composed, recipe):
     """verl's dataclasses and its own check of the whole config, for all arms, clusters and shardings."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

@@ -21,6 +21,8 @@ import pytest
 
 from verl_ba.scoring import code, compute_score, sandbox
 
+pytestmark = pytest.mark.slow
+
 STDIN_TESTS = code.encode_tests(["3 4\n", "10 -2\n"], ["7\n", "8\n"])
 CALL_TESTS = code.encode_tests(["[1, 2]\n3", "[]\n0"], ["[1, 2, 3]", "[0]"], "append")
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
@@ -307,7 +309,9 @@ def test_an_endless_program_is_ended(program):
     assert score(ADD) == 1.0
 
 
-@pytest.mark.parametrize("target", ["-1", "os.getppid()", "1", str(os.getpid()), "0"])
+@pytest.mark.parametrize(
+    "target", ["-1", "os.getppid()", "1", str(os.getpid()), "0"], ids=["all", "parent", "init", "test", "group"]
+)
 @pytest.mark.parametrize("signal", [9, 19])
 def test_it_cannot_kill_or_stop_anything_outside(target, signal):
     bystander = subprocess.Popen(["sleep", "60"])

@@ -150,6 +150,8 @@ def policy_loss_under(mode, name) -> float:
 
 def test_every_policy_loss_follows_the_mode_or_is_refused():
     for name, function in core_algos.POLICY_LOSS_REGISTRY.items():
+        if function.__module__ != core_algos.__name__:
+            continue  # another test's
         if support.POLICY_LOSSES[name].verdict == "refused":
             with pytest.raises(ValueError, match=rf"loss_mode={name} cannot follow .*loss_agg_mode=balanced"):
                 harness.make_actor_config("balanced", policy_loss={"loss_mode": name})
