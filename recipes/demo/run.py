@@ -173,6 +173,16 @@ def main(
         f"{time.monotonic() - start:.0f} s",
         highlight=False,
     )
+    if len(runs) > 1:
+        folders = [run_folder(results, config, arm, seed) for arm in chosen]
+        command = [sys.executable, "-m", "verl_ba.cli", "compare", *folders, "--out", folder / "compare"]
+        subprocess.run(command, check=True)
+    screen.print(
+        f"Which way each aggregation would tilt a run's responses: verl-ba analyze "
+        f"{run_folder(results, config, chosen[0], seed) / 'rollouts'} --tokenizer {paths['model']}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":
