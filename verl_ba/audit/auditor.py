@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo import core_algos
@@ -92,7 +92,7 @@ def _actor(config: DictConfig) -> tuple[Actor, Report]:
 
 def _innermost(error: BaseException) -> str:
     """Hydra wraps what a configuration class raises."""
-    while error.__cause__ is not None:
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
     return str(error) or type(error).__name__
 

@@ -130,13 +130,14 @@ def make_batch(config: DictConfig, empty: bool = True, correct: bool = True) -> 
     g = torch.Generator().manual_seed(3)
     length = torch.tensor([0 if empty else 2, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9])
     order = torch.randperm(ROWS, generator=g)
-    sign = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0]).double()
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0, 1.0, -1.0]).double()
     advantage = (sign * (0.4 + 2 * torch.rand(ROWS, dtype=torch.float64, generator=g)))[:, None].repeat(1, WIDTH)
     if ESTIMATORS.get(config.algorithm.adv_estimator) == "token":
         advantage *= torch.where(torch.rand(ROWS, WIDTH, generator=g) < 0.3, -1.0, 1.0)
     mask = torch.arange(WIDTH)[None] < length[:, None]
     old = -6 * torch.rand(ROWS, WIDTH, dtype=torch.float64, generator=g)
     noise = torch.rand(ROWS, WIDTH, dtype=torch.float64, generator=g)
+    drift = torch.where(torch.arange(ROWS) % 4 < 2, 1.0, -1.0).double()  # either way under either sign
     batch = Batch(
         uid=[f"prompt-{i % GROUPS}" for i in range(ROWS)],
         length=length[order],
@@ -144,7 +145,7 @@ def make_batch(config: DictConfig, empty: bool = True, correct: bool = True) -> 
         mask=mask[order].long(),
         counted=mask[order].long(),
         policy=old,
-        moved=old + 5 * (noise - 0.5),  # ratios of 0.08 to 12: every clip is reached
+        moved=old + 5 * (noise - 0.5) + drift[:, None],  # every clip is reached, by tokens and by whole responses
         old=old,
         reference=old - 0.1 - 0.3 * noise,
         suspect=torch.zeros(ROWS, dtype=torch.bool),

@@ -47,14 +47,14 @@ def split(report: Report, reading: Reading) -> None:
     if reading.match and "T_max" in reading.match.formula:
         advice = f"Set {ACTOR}.loss_scale_factor: without it the divisor is the longest response at hand"
     elif reading.term.name != "policy loss":
-        advice = f"loss_agg_mode={reading.term.mode} itself does so here"
+        advice = f"It is the aggregation, loss_agg_mode={reading.term.mode}, that does so"
     elif loss.__module__ != core_algos.__name__:
         advice = (
             f"In {loss.__module__}.{loss.__qualname__}, return agg_loss(…, **config.global_batch_info) of per-token losses, "
             "and take no mean, count or choice over the micro-batch besides"
         )
     else:
-        advice = f"verl's own policy_loss.loss_mode={report.policy_loss} does so under loss_agg_mode={report.mode}"
+        advice = f"It is verl's own policy_loss.loss_mode={report.policy_loss} that does so"
     report.add("fault", reading.term.name, "split", f"it depends {' and '.join(depends)}. {advice}")
 
 
