@@ -372,6 +372,15 @@ def test_distillation_is_a_term_with_the_modes_weights(mode, policy_gradient):
     assert row(report, "distillation").micro_batch == "no"
 
 
+def test_a_module_that_verls_workers_import_may_register_the_loss(monkeypatch, third_party):
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    monkeypatch.syspath_prepend(third_party.parent)
+    monkeypatch.delitem(POLICY_LOSS_REGISTRY, "test_local")
+    report = audited.__wrapped__("actor_rollout_ref.model.external_lib=third_party", loss("test_local"))
+    assert ("policy loss", "split") in kinds(report)
+
+
 # ---- the command
 
 

@@ -11,7 +11,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl_ba import releases
 from verl_ba.audit import findings
 from verl_ba.audit.batch import Batch, Split, make_batch
-from verl_ba.audit.config import AuditError, changed, scalars
+from verl_ba.audit.config import AuditError, changed, import_losses, scalars
 from verl_ba.audit.findings import ACTOR
 from verl_ba.audit.readings import Report, Row, read, weights
 from verl_ba.audit.rules import match, rules
@@ -60,6 +60,9 @@ class LossError(Exception):
 
 
 def _actor(config: DictConfig) -> tuple[Actor, Report]:
+    external = OmegaConf.select(config, "actor_rollout_ref.model.external_lib") or []
+    for module in [external] if isinstance(external, str) else external:  # as verl's workers do
+        import_losses(module)
     absent = [key for key in NEEDED if OmegaConf.select(config, key) is None]
     if absent:
         raise AuditError(

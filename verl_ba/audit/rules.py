@@ -90,8 +90,8 @@ def _lengths(batch: Batch, split: Split, scale: float | None) -> dict[tuple[str,
     for scope, places in _scopes(split).items():
         tail, at = SCOPES[scope], "" if scope == "global mini-batch" else f", seen in the {scope}"
         pools = {
-            (f"mean length of the group{at}", f"ℓ̄_group{tail}"): "group-mean-token-mean",
-            (f"mean length of the group's sign{at}", f"ℓ̄_group,sign{tail}"): "balanced",
+            (f"mean length of its group{at}", f"ℓ̄_group{tail}"): "group-mean-token-mean",
+            (f"mean length of its group and sign{at}", f"ℓ̄_group,sign{tail}"): "balanced",
         }
         for key, mode in pools.items():
             column = torch.zeros_like(own)
