@@ -1,9 +1,12 @@
-"""`verl-ba`: is it attached; what would it weigh; what did it change; data."""
+"""`verl-ba`: is it attached; what is a loss divided by; what would it weigh; what did it change; data."""
 
+import dataclasses
 import importlib.metadata
+import json
 import platform
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +16,9 @@ from verl_ba import __version__, hooks, releases
 from verl_ba.analysis import commands
 from verl_ba.data.command import data
 from verl_ba.doctor import Report, examine, examine_cluster
+
+if TYPE_CHECKING:
+    from verl_ba.audit import Report as AuditReport
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
 
@@ -54,6 +60,69 @@ def doctor(
             table.add_row(seam.removeprefix("verl."), attached, why)
         console.print(table)
     finish(console, report.faults)
+
+
+@app.command()
+def audit(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
+    ] = None,
+    config_path: Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")] = None,
+    config_name: Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
+    ] = None,
+    modules: Annotated[
+        list[str] | None, typer.Option("--import", help="what registers a policy loss", metavar="MODULE|FILE.py")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Run the losses of a configuration on a synthetic batch: what is each divided by, does that depend on the split?
+
+    Exit status 1 if something depends on the split over micro-batches or ranks, or is ignored; 2 if the input is wrong.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    if config is not None and (overrides or config_path or config_name):
+        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
+        raise typer.Exit(2)
+    with errors.status("running the losses (importing verl takes a while)"):
+        from verl_ba import audit as auditor
+
+        try:
+            for module in modules or []:
+                auditor.import_losses(module)
+            composed = auditor.load(config) if config else auditor.compose(overrides or [], config_path, config_name)
+            report = auditor.audit(composed)
+        except auditor.AuditError as error:
+            errors.print(f"✗ {error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report), indent=1, ensure_ascii=False))
+    else:
+        print_audit(console, report)
+    raise typer.Exit(1 if report.faults else 0)
+
+
+def print_audit(console: Console, report: "AuditReport") -> None:
+    """The terms as a table, the findings below it."""
+    table = Table(
+        "term",
+        "divided by",
+        Column("the term is", overflow="fold"),
+        "micro-batch split",
+        "rank split",
+        title=f"verl {report.verl}, {report.trainer} trainer: loss_agg_mode={report.mode}, loss_mode={report.policy_loss}",
+        caption="split: which of value and gradient change with it",
+    )
+    for row in report.terms:
+        table.add_row(*dataclasses.astuple(row))
+    console.print(table)
+    for finding in report.findings:
+        sign, style = ("✗", "red") if finding.level == "fault" else ("·", "")
+        console.print(f"{sign} {finding.term}: {finding.message}", style=style, highlight=False, markup=False)
+    if not report.faults:
+        console.print("✓ nothing depends on the split, nothing is ignored", highlight=False)
 
 
 def cluster_faults(console: Console, address: str, quiet: bool) -> list[str]:
