@@ -15,9 +15,10 @@ import verl_harness as harness
 from torch.distributed.device_mesh import init_device_mesh
 from verl.utils import tensordict_utils as tu
 
-from verl_ba import hooks
+from verl_ba import hooks, support
 from verl_ba.aggregation import token_mean_length
 
+ROOT = Path(__file__).parents[1]
 WORLD, PEERS, MODE = 4, 2, "balanced"
 FORMS = ("response", "token", "sessions")
 GROUPS = {
@@ -117,3 +118,13 @@ def test_a_worker_that_goes_past_train_mini_batch_raises(tmp_path):
             worker.forward_backward(data)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", support.TRAINERS)
+def test_what_the_table_of_trainers_names_exists_and_has_the_right_mark(name):
+    row = support.TRAINERS[name]
+    path, _, test = row.test.partition("::")
+    text = (ROOT / path).read_text()
+    assert f"\ndef {test}(" in text
+    runs_the_trainer = "\npytestmark = pytest.mark.trainer\n" in text
+    assert runs_the_trainer == (not row.not_run)
