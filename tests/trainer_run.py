@@ -85,8 +85,9 @@ class Update:
     def session_ids(self, uid: str) -> set[int]:
         return {self.session[i] for i in self.rows(uid)}
 
-    def first_advantage(self, i: int) -> float:
-        return next(a for a, valid in zip(self.advantage[i], self.mask[i], strict=True) if valid)
+    def advantages(self, uid: str) -> set[float]:
+        """The advantages of a group's tokens."""
+        return {a for i in self.rows(uid) for a, valid in zip(self.advantage[i], self.mask[i], strict=True) if valid}
 
     def rows(self, uid: str) -> list[int]:
         return [i for i, other in enumerate(self.uid) if other == uid]

@@ -129,7 +129,8 @@ TRAINERS = {
         "tests/test_trainer.py::test_v1_trainer_balanced_is_zero_on_policy",
     ),
     "`main_ppo`, `trainer.v1.trainer_mode=colocate_async`": Trainer(
-        "samples by prompt, once all of its rollouts have ended", f"{_RUNS}test_colocate_async"
+        "samples by prompt, once all of its rollouts have ended; dynamic sampling (`filter_groups`) replaces whole groups",
+        f"{_RUNS}test_colocate_async_with_dynamic_sampling",
     ),
     "`main_ppo`, `trainer.v1.trainer_mode=separate_async`": Trainer(
         "samples by prompt; each of the parameter_sync_step updates of a step has whole groups of its own",
@@ -145,14 +146,12 @@ TRAINERS = {
         f"{_RUNS}test_one_step_off_policy",
     ),
     "`verl.experimental.fully_async_policy`": Trainer(
-        "an entry of its queue is a prompt with all of its responses", f"{_RUNS}test_fully_async_policy"
+        "an entry of its queue is a prompt with all of its responses",
+        f"{_RUNS}test_fully_async_policy_with_an_overlong_penalty",
     ),
     "sessions of several rows, failed sessions, prompts with different n, padding rows (v1)": Trainer(
         "rows with the same uid and session_id are one response; padding rows are empty and in a group of their own",
         f"{_RUNS}test_sessions_of_several_rows_with_failures_and_different_n",
-    ),
-    "dynamic sampling (`filter_groups`), overlong penalty (v1)": Trainer(
-        "whole groups are left out and replaced", f"{_RUNS}test_dynamic_sampling_with_an_overlong_penalty"
     ),
     "engine FSDP2": Trainer(
         "every rank is data-parallel", "tests/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
