@@ -120,7 +120,7 @@ def test_fully_async_policy_with_an_overlong_penalty(prepared, tmp_path):
         tmp_path,
         "balanced",
         *OWN_ROLLOUT_POOL,
-        "+rollout={nnodes:1,n_gpus_per_node:1,n:8,total_rollout_steps:24}",
+        "+rollout={nnodes:1,n_gpus_per_node:1,n:8,total_rollout_steps:32}",
         "+async_training={staleness_threshold:0.5,trigger_parameter_sync_step:1,require_batches:1,partial_rollout:True,"
         "use_trainer_do_validate:False,use_dynamic_resource_scheduling:False,concurrent_samples_per_replica:16}",
         "data.train_batch_size=0",
@@ -133,7 +133,9 @@ def test_fully_async_policy_with_an_overlong_penalty(prepared, tmp_path):
         SPLIT,
         TRAINER="verl.experimental.fully_async_policy.fully_async_main",
     )
-    check_run(result, steps, updates, on_policy=False)
+    assert len(updates) == STEPS + 1  # what the last one measures is not logged by verl 0.9.1
+    check_updates(updates)
+    check_run(result, steps, updates[:-1], on_policy=False)
     assert any(len(update.advantages(uid)) > 2 for update in updates for uid in update.groups)
 
 
