@@ -105,7 +105,7 @@ def test_one_step_off_policy(prepared, tmp_path):
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "trainer.rollout_data_dir=null",
         SPLIT,
-        TRAINER="verl.experimental.one_step_off_policy.main_ppo",
+        VERL_TRAINER="verl.experimental.one_step_off_policy.main_ppo",
     )
     check_run(*run, on_policy=True)
 
@@ -131,7 +131,7 @@ def test_fully_async_policy_with_an_overlong_penalty(prepared, tmp_path):
         "reward.reward_manager.name=dapo",
         "+reward.reward_kwargs={max_resp_len:80,overlong_buffer_cfg:{enable:True,len:60,penalty_factor:2.0,log:False}}",
         SPLIT,
-        TRAINER="verl.experimental.fully_async_policy.fully_async_main",
+        VERL_TRAINER="verl.experimental.fully_async_policy.fully_async_main",
     )
     check_run(result, steps, updates[:STEPS], on_policy=False)
     assert len(updates) == STEPS + 1  # what the last one measures is not logged by verl 0.9.1
