@@ -128,7 +128,7 @@ class Started:
 
     def wait_for_update(self, number: int, ranks: int = 2) -> None:
         """Until every rank is in this update (the first is 1) since the start."""
-        end = time.monotonic() + 300
+        end = time.monotonic() + 600
         while True:
             seen = [path.read_text().count('"update"') for path in (self.folder / "probe").glob("*.jsonl")]
             if len(seen) == ranks and min(seen) >= number:
