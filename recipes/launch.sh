@@ -8,6 +8,7 @@
 #   seed=N sharding=fsdp2 actor_rollout_ref.actor.optim.lr=2e-6 …   any key of verl's config
 # Runs verl's own `python -m verl.trainer.main_ppo`. From the environment: DATA_DIR (default: data) is where `verl-ba data`
 # wrote, RESULTS_DIR (default: results) where runs go, MODEL_DIR a folder with downloaded models, PYTHON the interpreter,
+# VERL_TRAINER another entry point of verl (verl.experimental.one_step_off_policy.main_ppo, …; its extra keys are overrides),
 # SANDBOX_FUSION_URL a server that runs LiveCodeBench's programs (default: bubblewrap on each node).
 set -euo pipefail
 
@@ -70,7 +71,7 @@ if [[ $device == cpu && -n ${RAY_ADDRESS:-} ]]; then
     overrides+=(ray_kwargs.ray_init.num_gpus=null ray_kwargs.ray_init.num_cpus=null)
 fi
 # shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
-command=("$python" -m verl.trainer.main_ppo --config-path "$config" --config-name "$recipe"
+command=("$python" -m "${VERL_TRAINER:-verl.trainer.main_ppo}" --config-path "$config" --config-name "$recipe"
     "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}"
     # verl's file logger empties its file when it starts: one file a start. Ray hands the names to the process that logs.
     "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'"

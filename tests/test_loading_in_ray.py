@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_trainer import launch, pg_losses
+from trainer_run import launch, pg_losses
 
 from verl_ba import releases
 

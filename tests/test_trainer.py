@@ -4,49 +4,10 @@ On policy (one mini-batch a step), with GRPO advantages and binary rewards, the 
 `actor/pg_loss` is 0 to float precision whatever the split; token-mean's is not.
 """
 
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from trainer_run import launch, pg_losses
 
-ROOT = Path(__file__).parents[1]
-STEPS = 3
 pytestmark = pytest.mark.trainer
-
-
-def launch(prepared, results, arm, *overrides, **variables) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Run the demo's recipe for a few steps, with these environment variables; the process and each step's metrics."""
-    command = [
-        "bash",
-        str(ROOT / "recipes" / "launch.sh"),
-        "demo",
-        arm,
-        f"actor_rollout_ref.model.path={prepared['model'].resolve()}",
-        f"data.train_files={prepared['train'].resolve()}",
-        f"data.val_files={prepared['validation'].resolve()}",
-        f"trainer.total_training_steps={STEPS}",
-        *overrides,
-    ]
-    environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
-    environment["PYTHONPATH"] = str(ROOT)
-    environment.update(variables)
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=900
-    )
-    log = results / "demo" / f"{arm}-seed1" / "metrics" / "1.jsonl"
-    steps = [json.loads(line)["data"] for line in log.read_text().splitlines()] if log.exists() else []
-    return result, [step for step in steps if "actor/pg_loss" in step]
-
-
-def pg_losses(result, steps) -> list[float]:
-    assert result.returncode == 0, result.stdout[-4000:]
-    assert len(steps) == STEPS
-    assert all(math.isfinite(step["actor/grad_norm"]) and step["actor/grad_norm"] > 0 for step in steps)
-    return [abs(step["actor/pg_loss"]) for step in steps]
 
 
 def test_v1_trainer_balanced_is_zero_on_policy(prepared, tmp_path):

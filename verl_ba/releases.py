@@ -71,7 +71,7 @@ RELEASES = (
     ),
     Release(
         "0.9.1",
-        trainers="`main_ppo` (v1 and `trainer.use_v1=False`)",
+        trainers="`main_ppo` (v1 and `trainer.use_v1=False`), `one_step_off_policy`, `fully_async_policy`",
         layouts=("padded", "nested"),
         entry_points=True,
         global_critic=True,

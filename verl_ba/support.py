@@ -103,6 +103,98 @@ OTHER = {
 }
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """A way verl trains, and what was run of it with our modes.
+
+    Attributes:
+        groups: how whole groups reach the update.
+        test: what checks it, a test's name from the root of the repository.
+        not_run: why verl itself was not run; empty if it was, for some steps on the CPU.
+    """
+
+    groups: str
+    test: str
+    not_run: str = ""
+
+
+_RUNS = "tests/test_trainers.py::"
+_GROUPS = "tests/test_parallel_groups.py::"
+_NOT_HERE = "the package is not in the environment; verl registers the engine for cuda and npu"
+_PEERS = f"{_GROUPS}test_weights_are_the_whole_batchs_whatever_peers_hold_the_same_rows"
+
+TRAINERS = {
+    "`main_ppo`, `trainer.v1.trainer_mode=sync` (the default)": Trainer(
+        "samples by prompt; a step is one update of whole groups",
+        "tests/test_trainer.py::test_v1_trainer_balanced_is_zero_on_policy",
+    ),
+    "`main_ppo`, `trainer.v1.trainer_mode=colocate_async`": Trainer(
+        "samples by prompt, once all of its rollouts have ended; dynamic sampling (`filter_groups`) replaces whole groups",
+        f"{_RUNS}test_colocate_async_with_dynamic_sampling",
+    ),
+    "`main_ppo`, `trainer.v1.trainer_mode=separate_async`": Trainer(
+        "samples by prompt; each of the parameter_sync_step updates of a step has whole groups of its own. With "
+        "hybrid_engine=False it needs VERL_LOGGING_LEVEL=WARNING: a call of verl 0.9.1 that logs at INFO fails",
+        f"{_RUNS}test_separate_async",
+    ),
+    "`main_ppo`, `trainer.use_v1=False`": Trainer(
+        "generates whole groups in one batch",
+        "tests/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term",
+    ),
+    "`verl.experimental.one_step_off_policy`": Trainer(
+        "generates whole groups in one batch, a step ahead. Needs trainer.rollout_data_dir=null: the trainer of verl 0.9.1 "
+        "cannot dump rollouts",
+        f"{_RUNS}test_one_step_off_policy",
+    ),
+    "`verl.experimental.fully_async_policy`": Trainer(
+        "an entry of its queue is a prompt with all of its responses",
+        f"{_RUNS}test_fully_async_policy_with_an_overlong_penalty",
+    ),
+    "sessions of several rows, failed sessions, prompts with different n, padding rows (v1)": Trainer(
+        "rows with the same uid and session_id are one response; padding rows are empty and in a group of their own",
+        f"{_RUNS}test_sessions_of_several_rows_with_failures_and_different_n",
+    ),
+    "engine FSDP2": Trainer(
+        "every rank is data-parallel", "tests/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
+    ),
+    "engine FSDP with Ulysses": Trainer(
+        "the group excludes sequence-parallel peers, which hold the same rows",
+        f"{_GROUPS}test_verls_engine_gives_the_group_without_ulysses_peers",
+        "it wants packed sequences, and so flash-attn, which needs a GPU",
+    ),
+    "engine Megatron": Trainer(
+        "the group excludes tensor-, pipeline- and context-parallel peers, which hold the same rows; with dynamic context "
+        "parallelism it is one rank, which holds the whole batch",
+        _PEERS,
+        "megatron-core is not in the environment",
+    ),
+    "engine VeOmni": Trainer(
+        "as FSDP, with or without Ulysses",
+        _PEERS,
+        _NOT_HERE,
+    ),
+    "engine torchtitan": Trainer(
+        "the group may count rows once per context-parallel peer, or be None where all ranks hold all rows: means stay",
+        _PEERS,
+        _NOT_HERE,
+    ),
+    "Tinker's worker (`engine_workers_tinker`)": Trainer(
+        "refused at the first loss: forward_backward goes past train_mini_batch, so nobody sees whole groups",
+        f"{_GROUPS}test_a_worker_that_goes_past_train_mini_batch_raises",
+        "verl 0.9.1 has the worker, but nothing that drives it",
+    ),
+}
+"""verl 0.9.1's trainers, engines and kinds of batches."""
+
+
+def trainers_table() -> list[tuple[str, str, str, str]]:
+    """Rows of the table: what, how groups are whole, what was run, what checks it."""
+    return [
+        (name, t.groups, f"not run: {t.not_run}; a stand-in" if t.not_run else "a few steps on the CPU", f"`{t.test}`")
+        for name, t in TRAINERS.items()
+    ]
+
+
 def markdown() -> str:
     """docs/support.md."""
     forms = {"response": "one sign per response", "token": "the sign may change within a response: token-level form"}
@@ -125,6 +217,12 @@ def markdown() -> str:
             "",
             ("part", "under our modes", "what to know"),
             [(name, s.verdict, s.why) for name, s in OTHER.items()],
+        ),
+        (
+            "Trainers and engines of verl 0.9.1",
+            "Pool lengths are exact if the ranks of an update together hold whole groups",
+            ("trainer, engine or batch", "how groups are whole", "run", "checked by"),
+            trainers_table(),
         ),
     ]
     lines = [

@@ -88,8 +88,8 @@ def _runs_at(path: Path) -> list[Run]:
     if not runs:
         found = ", ".join(child.name for child in children[:5]) or "nothing"
         raise RunError(
-            f"{path}: no run in it. Expected a run's folder (metrics/1.jsonl), '<run>.jsonl' of verl's file logger, 'events.out.tfevents.*' of tensorboard, or "
-            f"'run-*.wandb' of an offline wandb run; found {found}"
+            f"{path}: no run in it. Expected a run's folder (metrics/1.jsonl), '<run>.jsonl' of verl's file logger, "
+            f"'events.out.tfevents.*' of tensorboard, or 'run-*.wandb' of an offline wandb run; found {found}"
         )
     return [run for name in sorted(runs) if (run := _read(runs[name]))]
 
