@@ -12,6 +12,7 @@ import chain_sum
 import prepare
 import pytest
 import summary
+from manifest import flatten
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[1]
@@ -121,17 +122,11 @@ def compose(config, arm):
         return OmegaConf.to_container(compose(config, overrides=overrides), resolve=True)
 
 
-def flatten(tree, prefix=""):
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, value in tree.items() for k, v in flatten(value, f"{prefix}.{key}").items()}
-
-
 @pytest.mark.parametrize("config", ["demo", "demo_chat"])
 def test_arms_differ_in_one_key_and_in_their_names(config):
-    base = flatten(compose(config, "balanced"))
+    base = flatten(compose(config, "balanced"), "")
     for arm in ARMS[1:]:
-        other = flatten(compose(config, arm))
+        other = flatten(compose(config, arm), "")
         differs = {key for key in base.keys() | other.keys() if base.get(key) != other.get(key)}
         named = {k for k in differs if "balanced-seed1" in str(base[k]) or k == ".arm_name"}
         # the critic inherits the mode by interpolation; it is not used under GRPO
