@@ -94,7 +94,7 @@ def test_a_report_of_the_analyser_gives_the_setting_it_was_drawn_from(report):
     run = scale.read_report(report)
     assert (run.setting.size, run.setting.prompts, run.steps) == (8, 40, 12)
     assert run.setting.gap == pytest.approx(TRUE.gap, rel=0.1)
-    assert run.setting.variation == pytest.approx(TRUE.variation, rel=0.1)
+    assert run.setting.variation == pytest.approx(TRUE.variation, rel=0.05)
     assert run.setting.accuracy == pytest.approx(TRUE.accuracy, abs=0.05)
     assert run.setting.prompt_variation == pytest.approx(TRUE.prompt_variation, abs=0.12)
     assert run.setting.advantage == "grpo"
