@@ -13,10 +13,12 @@ to 512 prompts: b is estimated from the same update.
 What the numbers show: the first-order push of one update from a policy whose lengths have one parameter, beside the noise of
 one group. `balanced` pushes shorter where few responses are right and longer where few are wrong: a sign's mean length
 contains the response itself, and a long one shrinks its own weight the more, the fewer share the mean. Partial pooling keeps
-a part that falls with m, and doubly balanced only what a small update's few responses of one sign leave in b. Where wrong
-responses are longer, their tokens weigh less than those of right ones under every rule that divides by a length of the sign,
-so that the part of this effect that is common to all responses no longer cancels: sequence then pushes shorter most, doubly
-balanced a little; the relative push shows that its b is not the cause.
+a part that falls with m, and doubly balanced only what a small update's few responses of one sign leave in b.
+
+Where wrong responses are longer, rules that divide by a length of the sign weigh right responses' tokens more. Then the part
+that a response has in its own mean no longer cancels between right and wrong: sequence pushes shorter most, doubly balanced a
+little (the relative push shows that b is not the cause). Under token the wrong responses dominate the group's mean, and it
+pushes a little longer.
 
 What they do not show: whether a training run suffers from it. Clipping, several mini-batches, the optimiser, length limits
 and the reward's own view of length all come on top.

@@ -90,6 +90,7 @@ def test_the_accuracies_of_prompts_come_back_from_two_shares(accuracy, concentra
     assert found[1] == pytest.approx(concentration, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_report_of_the_analyser_gives_the_setting_it_was_drawn_from(report):
     run = scale.read_report(report)
     assert (run.setting.size, run.setting.prompts, run.steps) == (8, 40, 12)
@@ -139,6 +140,7 @@ def test_the_command_places_a_run_and_draws_it(report, tmp_path):
     assert set(written["effects"]) == set(RULES)
 
 
+@pytest.mark.slow
 def test_what_is_not_a_report_is_refused_by_name(report, tmp_path):
     empty = tmp_path / "empty.json"
     empty.write_text("{}")
