@@ -413,8 +413,9 @@ def tables(maps: dict[str, Any]) -> list[Table]:
 
 
 def _cell(bias: Mean, scale: float = 1000) -> str:
-    value = f"{bias.value * scale:+.0f}" if scale == 1000 else f"{bias.value * scale:+.1f}"
-    return f"{value} ({_count(bias)})"
+    digits = 0 if scale == 1000 else 1
+    value = round(bias.value * scale, digits)
+    return f"{value:+.{digits}f} ({_count(bias)})" if value else f"0 ({_count(bias)})"
 
 
 def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None = None) -> Figure:
