@@ -363,7 +363,7 @@ def tables(maps: dict[str, Any]) -> list[Table]:
             ("rule", "accuracy", *(f"G = {size}" for size in SIZES)),
             cells,
             f"Push ×10³ on one standard deviation of the log length, no length gap, variation .5, 64 prompts an update. "
-            f"{note}",
+            f"{note} With P prompts the updates are 64/P times as many, for rules that look at one group.",
         )
     ]
     for name, show in (("push", "Push ×10³"), ("tilt", "Tilt in percent of the gradient")):
@@ -427,7 +427,7 @@ def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None =
             pushes = [by_size[size]["balanced"]["push"] for by_size in by_accuracy.values()]
             standing = [p.value / p.spread for p in pushes]
             axes[0].plot(ACCURACIES, standing, line, color=looks["balanced"][0], label=f"balanced, G = {size}")
-        axes[0].legend(loc="upper left", fontsize=8)
+        axes[0].legend(loc="lower right", fontsize=8)
         for rule in MAP_RULES:
             colour, line, marker = looks[rule]
             look = {"color": colour, "linestyle": line, "marker": marker, "markersize": 4, "label": rule}
@@ -455,9 +455,7 @@ def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None =
         for n in (1, 10, 100):
             for sign in (-1, 1):
                 axes[0].axhline(sign / sqrt(n), color=INK, linewidth=0.5)
-            axes[0].annotate(
-                f"n = {n}", (0.5, 1 / sqrt(n)), (0, 1), textcoords="offset points", fontsize=8, ha="center"
-            )
+            axes[0].annotate(f"n = {n}", (0.05, 1 / sqrt(n)), (0, 2), textcoords="offset points", fontsize=8)
         axes[0].set(
             title="Push on length", xlabel="mean accuracy of the prompts", ylabel="push / its spread, per update"
         )
