@@ -38,6 +38,7 @@ from studies.simulated import Mean, Setting, Update, draw, mean_with_control, si
 from verl_ba.analysis.charts import _axes, _common_legend, _looks
 from verl_ba.analysis.estimate import Estimate
 from verl_ba.analysis.page import INK, Figure, Table
+from verl_ba.analysis.weighing import STARVED
 
 NAME = "scale"
 MAP_RULES = ("sequence", "token", "batch-token", "balanced", "pooled-4", "doubly-balanced")
@@ -54,6 +55,8 @@ HORIZON = 100
 """Updates after which a run's push is told, in standard deviations."""
 MATTERS = 1.0
 """Standard deviations at `HORIZON` from which a bias is said to matter. A convention of ours."""
+NOTABLE = 0.01
+"""Share of the gradient below which a tilt is not told in words. Ours."""
 
 Effects = dict[str, dict[str, Mean]]
 """rule -> 'tilt', 'push', 'starving' -> its mean over updates, standard error, and spread per update."""
@@ -272,12 +275,12 @@ def run_sentences(run: Run, found: Effects) -> list[str]:
     for rule, by_kind in found.items():
         push, sideways = by_kind["push"], by_kind["tilt"]
         parts = []
-        if deviations(sideways) >= MATTERS:
+        if deviations(sideways) >= MATTERS and abs(sideways.value) >= NOTABLE:
             signs = "negatives" if sideways.value > 0 else "positives"
             parts.append(f"moves {abs(sideways.value):.1%} of the gradient to the {signs} ({_times(sideways)})")
         if deviations(push) >= MATTERS:
             parts.append(f"pushes {'longer' if push.value > 0 else 'shorter'} ({_times(push)})")
-        if by_kind["starving"].value <= 0.7:
+        if by_kind["starving"].value <= STARVED:
             parts.append(
                 f"weighs a token of a long response {by_kind['starving'].value:.2f} of one in a short response"
             )

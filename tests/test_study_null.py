@@ -126,7 +126,7 @@ def test_draws_agree_with_the_enumeration_and_their_errors_are_honest(drawn):
 @pytest.mark.slow
 def test_a_small_update_brings_the_push_back_through_the_signs_effect():
     rare = simulated.at_accuracy(Setting(prompts=8), 0.05)
-    draws = simulated.simulate(rare, ["doubly-balanced"], 1500, np.random.default_rng(3))
+    draws = simulated.simulate(rare, ["doubly-balanced"], 500, np.random.default_rng(3))
     small = mean_with_control(draws.push["doubly-balanced"], draws.control, draws.correct == 1)
     assert small.value < -3 * small.error
 
