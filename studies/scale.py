@@ -203,7 +203,6 @@ def read_report(path: Path) -> Run:
         accuracy=accuracy,
         concentration=concentration,
         prompt_variation=sqrt(max(total / explained - 1, 0)),
-        mean=value["length/positive"],
         advantage=advantage,
     )
     measured = {

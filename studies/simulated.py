@@ -53,7 +53,8 @@ class Setting:
             all prompts alike. The default is uniform: every k from 0 to G is equally likely.
         prompt_variation: as `variation`, of the prompts' mean lengths.
         harder: a prompt of accuracy 0 is e^harder times as long as one of accuracy 1.
-        mean: mean length [tokens] of a right response to a prompt of accuracy 1/2, in a log-normal setting.
+        mean: mean length [tokens] of a right response to a prompt of accuracy 1/2, in a log-normal setting. Nothing depends
+            on it as long as no response is shorter than a token.
         advantage: one of `verl_ba.analysis.weighing.ADVANTAGES`.
     """
 
@@ -65,7 +66,7 @@ class Setting:
     concentration: float = 2.0
     prompt_variation: float = 0.0
     harder: float = 0.0
-    mean: float = 30.0
+    mean: float = 1000.0
     advantage: str = "grpo"
 
 
@@ -133,7 +134,10 @@ def draw(setting: Setting, rng: np.random.Generator, correct: np.ndarray | None 
     )
     expected = prompt[:, None] * np.where(right, 1.0, setting.gap)
     noise = rng.standard_normal(right.shape)
-    return assemble(right, expected * np.exp(own_sigma * noise - own_sigma**2 / 2), noise, expected, setting.advantage)
+    length = expected * np.exp(own_sigma * noise - own_sigma**2 / 2)
+    if length.min() < 1:
+        raise ValueError(f"drawn lengths: expected at least one token; got {length.min():g}; raise the setting's mean")
+    return assemble(right, length, noise, expected, setting.advantage)
 
 
 def assemble(right: np.ndarray, length, score, expected, advantage: str = "grpo") -> Update:

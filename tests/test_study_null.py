@@ -151,13 +151,18 @@ def test_a_seed_decides_every_draw():
     assert not torch.equal(a.batch.length, c.batch.length)
 
 
+def test_a_length_below_one_token_is_refused():
+    with pytest.raises(ValueError, match=r"expected at least one token; got 0\.[0-9]+; raise the setting's mean"):
+        draw(Setting(variation=1.0, mean=2.0), np.random.default_rng(0))
+
+
 def test_lengths_have_the_means_and_the_variation_of_the_setting():
     setting = Setting(variation=0.7, gap=1.8)
     update = draw(setting, np.random.default_rng(0), np.full(40_000, 4))
     length, sign = update.batch.length.numpy(), update.batch.sign.numpy()
     right, wrong = length[sign > 0], length[sign < 0]
-    assert right.mean() == pytest.approx(30, rel=0.02)
-    assert wrong.mean() == pytest.approx(54, rel=0.02)
+    assert right.mean() == pytest.approx(1000, rel=0.02)
+    assert wrong.mean() == pytest.approx(1800, rel=0.02)
     for of_sign in (right, wrong):
         assert of_sign.std() / of_sign.mean() == pytest.approx(0.7, rel=0.03)
 
