@@ -11,7 +11,7 @@ import torch
 
 from verl_ba import balance
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.balance import METRICS, balance_metrics
+from verl_ba.balance import METRICS, SIGN_METRICS, balance_metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -78,7 +78,8 @@ def naive(length, group, sign, advantage, session, mode, active):
         "length_gap/tokens": (means[-1] - means[1]) / len(mixed),
         "length_gap/ratio": means[-1] / means[1],
         "length_variation": math.sqrt(squares / sum(len(c) - 1 for c in cells.values())),
-        "groups_mixed": len(mixed) / len(set(group)),
+        "groups": len({r["group"] for r in rs}),
+        "groups_mixed": len(mixed) / len({r["group"] for r in rs}),
         "lone_responses": sum(len(c) == 1 for c in in_mixed) / sum(map(len, in_mixed)),
         f"{mode}/gradient_share_negative": negative / total,
         f"{mode}/gradient_share_positive": 1 - negative / total,
@@ -111,9 +112,9 @@ def test_ten_tokens_against_a_thousand():
 
 def test_the_table_lists_every_metric_and_no_other():
     batch = random_batch(1)
-    names = {m.name for m in METRICS}
+    assert len({m.name for m in METRICS}) == len(METRICS)
+    names = {m.name for m in METRICS if m not in SIGN_METRICS}
     listed = {n.replace("<mode>", mode) for n in names for mode in ("active", *ALL_MODES)}
-    assert len(names) == len(METRICS)
     got = balance_metrics(*batch, active_mode="balanced")
     assert set(got) == {f"balance/{name}" for name in listed}
     assert all(isinstance(v, float) for v in got.values())

@@ -32,12 +32,45 @@ class Metric:
     healthy: str
 
 
+SIGN_METRICS = tuple(
+    metric
+    for sign, advantage in (
+        ("positive", "positive advantage"),
+        ("negative", "negative advantage"),
+        ("zero", "advantage 0"),
+    )
+    for metric in (
+        Metric(
+            f"pg_loss/{sign}",
+            "loss",
+            f"part of `actor/pg_loss` that comes from tokens with {advantage}; the three parts add up to it",
+            "0" if sign == "zero" else "minus the other sign's under `balanced` and sequence-mean, on policy",
+        ),
+        Metric(
+            f"clip_fraction/{sign}",
+            "share",
+            f"tokens with {advantage} whose ratio is clipped (`actor/pg_clipfrac`); with PPO's clip, `loss_mode=vanilla`",
+            "0" if sign == "zero" else "small, and alike for both signs",
+        ),
+        Metric(
+            f"entropy/{sign}",
+            "nats",
+            f"mean entropy of the policy at tokens with {advantage}; where verl computes it (`calculate_entropy`)",
+            "neither falling to 0 nor rising; a falling positive one: sure of what is right",
+        ),
+    )
+)
+"""Of tokens, from the losses of an update: logged by a training run, and not known to `balance_metrics`."""
+
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
     Metric(
-        "empty_responses", "responses", "fully masked responses: they weigh nothing", "0, or what the filters remove"
+        "empty_responses",
+        "responses",
+        "fully masked responses, verl's padding rows among them: they weigh nothing",
+        "0, or what the filters remove",
     ),
-    Metric("groups", "groups", "prompts in the batch", "the configured batch size"),
+    Metric("groups", "groups", "prompts with a response that is not empty", "the configured batch size"),
     Metric("groups_mixed", "share", "groups with both signs: only these can be tilted", "not falling to 0"),
     Metric("groups_without_variance", "share", "groups whose advantages are all equal", "not rising to 1"),
     Metric(
@@ -102,8 +135,9 @@ METRICS = (
         "|Σw over the rows − rows that are not empty| over the latter",
         "below 1e-9: the weights are a true weighted mean",
     ),
+    *SIGN_METRICS,
 )
-"""Every metric that `balance_metrics` returns, without the prefix `balance/`."""
+"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but `SIGN_METRICS`."""
 
 
 def metrics_markdown() -> str:
@@ -202,8 +236,10 @@ def fold(length_B, group_B: torch.Tensor, sign_B, advantage_B=None, session_B: t
         key = (group * (int(session_B.max()) + 1) + session_B.numpy())[order] if len(length) else group
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         first = order[first]
-        length = np.bincount(inverse, weights=length[order])
-        group, sign, size = group[first], sign[first], size[first]
+        row_length = length[order]
+        length = np.bincount(inverse, weights=row_length)
+        group, sign = group[first], sign[first]
+        size = np.bincount(inverse, weights=row_length * size[order]) / np.maximum(length, 1)
     return Responses(length, group, sign, np.where(sign == 0, 0.0, size))
 
 
@@ -241,6 +277,7 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
     count, total = per_cell(filled), per_cell(length)
     mean = total / np.maximum(count, 1)
     deviation = np.where(filled, length / np.maximum(mean[group, sign + 1], 1) - 1, 0.0)
+    known = count.any(axis=1)  # not only of empty responses, as verl's padding rows are
     mixed = (count[:, 0] > 0) & (count[:, 2] > 0)
     lone = (count[:, [0, 2]] == 1).sum(axis=1)
     short, long = (
@@ -249,11 +286,11 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
         else (filled, filled)
     )
     sums = {
-        "groups": np.ones(groups),
+        "groups": known,
         "responses": count.sum(axis=1),
         "empty": per_group(~filled),
         "mixed": mixed,
-        "no_variance": _without_variance(group, np.where(filled, sign * size, np.nan), groups),
+        "no_variance": known & _without_variance(group, np.where(filled, sign * size, np.nan), groups),
         "lone": lone * mixed,
         "in_mixed": (count[:, 0] + count[:, 2]) * mixed,
         "positive": count[:, 2],
