@@ -125,7 +125,7 @@ def test_active_repeats_the_active_mode_from_which_nothing_moves():
     for mode in ALL_MODES:
         got = balance_metrics(*random_batch(3), active_mode=mode)
         active = {k.removeprefix("balance/active/"): v for k, v in got.items() if k.startswith("balance/active/")}
-        assert active.pop("sum_rule_residual") < 1e-12
+        assert active.pop("weight_residual") < 1e-12
         assert active == {k: got[f"balance/{mode}/{k}"] for k in active}
         assert active["moved"] == 0
         assert any(got[f"balance/{other}/moved"] > 0.01 for other in ALL_MODES)
@@ -134,7 +134,7 @@ def test_active_repeats_the_active_mode_from_which_nothing_moves():
 def test_the_residual_sees_a_weight_that_is_applied_twice(monkeypatch):
     real = balance.pool_mean_length
     monkeypatch.setattr(balance, "pool_mean_length", lambda *a: real(*a) ** 2)
-    assert balance_metrics(*random_batch(3), active_mode="balanced")["balance/active/sum_rule_residual"] > 0.1
+    assert balance_metrics(*random_batch(3), active_mode="balanced")["balance/active/weight_residual"] > 0.1
 
 
 def test_equal_lengths_leave_nothing_to_choose():

@@ -29,14 +29,7 @@ from verl.utils.config import validate_config  # noqa: E402
 from verl.workers import engine_workers  # noqa: E402
 from verl.workers.utils import losses  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory):
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path_factory.mktemp('gloo') / 'store'}"
-    )
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def run_balanced():

@@ -130,7 +130,7 @@ METRICS = (
     Metric("<mode>/weight_max", "ratio", "largest weight of a response", "no single response rules"),
     Metric("<mode>/weight_min", "ratio", "smallest weight of a response that is not empty", "above 0"),
     Metric(
-        "active/sum_rule_residual",
+        "active/weight_residual",
         "ratio",
         "|Σw over the rows − rows that are not empty| over the latter",
         "below 1e-9: the weights are a true weighted mean",
@@ -208,7 +208,7 @@ def balance_metrics(
     row_length_B = np.asarray(length_B, dtype=np.float64)
     rows = np.count_nonzero(row_length_B)
     weight_sum = (row_length_B[row_length_B > 0] / row_mean_B[row_length_B > 0]).sum()
-    values["active/sum_rule_residual"] = abs(weight_sum - rows) / max(rows, 1)
+    values["active/weight_residual"] = abs(weight_sum - rows) / max(rows, 1)
     return {f"balance/{name}": float(value) for name, value in values.items() if np.isfinite(value)}
 
 
