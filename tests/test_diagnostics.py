@@ -309,16 +309,18 @@ def test_a_metric_is_of_verls_class_and_reduced_like_the_policy_loss():
 # ---- dumps of rollouts
 
 
-def test_the_legacy_dump_has_the_lengths_of_the_final_mask():
+def test_the_legacy_dump_has_uids_and_the_lengths_of_the_final_mask():
     seen = {}
 
     def original(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):
         seen.update(reward_extra_infos_dict)
 
-    batch = types.SimpleNamespace(batch={"response_mask": torch.tensor([[1, 0, 1], [0, 0, 0]])})
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    batch = types.SimpleNamespace(batch={"response_mask": mask}, non_tensor_batch={"uid": ["uid_sample_0_7"] * 2})
     extra = {"acc": [1.0, 0.0]}
     hooks._wrap_log_rollout_data_legacy(original)(None, batch, extra, {}, "folder")
-    assert seen == {"acc": [1.0, 0.0], "response_length": [2, 0]}
+    uid = ["uid_sample_0_7_0_0", "uid_sample_0_7_1_0"]  # in the v1 trainer's form: <uid>_<session>_<row>
+    assert seen == {"acc": [1.0, 0.0], "response_length": [2, 0], "uid": uid}
     assert extra == {"acc": [1.0, 0.0]}  # the trainer goes on to use it
 
 

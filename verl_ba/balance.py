@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_ba.aggregation import ALL_MODES, Labels, _codes, pool_mean_length
+from verl_ba.aggregation import ALL_MODES, SIGNS, Labels, _codes, pool_mean_length, pool_mean_length_by_sign
 
 EQUAL_ADVANTAGES = 1e-6
 """Spread of the advantages of a group below which it counts as one without variance: float rounding of equal rewards."""
@@ -192,7 +192,7 @@ def balance_metrics(
     """
     group = _codes("group_B", group_B)
     session = None if session_B is None else _codes("session_B", session_B)
-    row_mean_B = pool_mean_length(active_mode, length_B, group, sign_B, session).numpy()
+    row_mean_B = pool_mean_length(active_mode, length_B, group, sign_B, session).numpy()  # checks the arguments
     responses = fold(length_B, group, sign_B, advantage_B, session)
     weights = response_weights(responses)
     values = statistics({name: column.sum() for name, column in group_sums(responses, weights, active_mode).items()})
@@ -245,12 +245,14 @@ def fold(length_B, group_B: torch.Tensor, sign_B, advantage_B=None, session_B: t
 
 def response_weights(responses: Responses) -> dict[str, np.ndarray]:
     """w_i = T_i / ℓ̄_pool(i) [R] under each mode; 0 for an empty response, 1 on average over the others."""
-    length, group, sign = map(torch.from_numpy, (responses.length, responses.group, responses.sign))
+    group, sign = torch.from_numpy(responses.group), torch.from_numpy(responses.sign)
+    count_RS = torch.zeros(len(group), len(SIGNS), dtype=torch.float64)
+    count_RS.scatter_(1, sign[:, None] + 1, torch.from_numpy(responses.length)[:, None])
     filled = responses.length > 0
     return {
         mode: np.divide(
             responses.length,
-            pool_mean_length(mode, length, group, sign).numpy(),
+            pool_mean_length_by_sign(mode, count_RS, group).sum(1).numpy(),
             out=np.zeros_like(responses.length),
             where=filled,
         )

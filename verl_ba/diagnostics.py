@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from verl_ba.aggregation import ALL_MODES, _codes
+from verl_ba.aggregation import ALL_MODES, SIGNS, _codes, _renumber
 
 PREFIX = "balance/"
 SIGN_NAMES = ("negative", "zero", "positive")
@@ -78,11 +78,13 @@ def update_metrics(update: Update, mode: str) -> dict[str, float]:
 
 
 def _several_signs(length_B, sign_B, group_B, session_B) -> bool:
-    if session_B is None:
+    """Whether the rows of some session, empty ones left out, differ in sign."""
+    if session_B is None or len(length_B) == 0:
         return False
-    filled = length_B > 0
-    key = (group_B * (int(session_B.max()) + 1) + session_B)[filled]
-    return len(key.unique()) != len(torch.stack([key, sign_B[filled]]).unique(dim=1).T)
+    row_of = _renumber(group_B * (int(session_B.max()) + 1) + session_B)
+    filled = torch.stack([(length_B > 0) & (sign_B == sign) for sign in SIGNS], dim=1).to(torch.int64)
+    signs = torch.zeros(int(row_of.max()) + 1, len(SIGNS), dtype=torch.int64).index_add_(0, row_of, filled) > 0
+    return bool((signs.sum(1) > 1).any())
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -498,11 +499,17 @@ def _wrap_log_rollout_data(original: Callable) -> Callable:
 
 
 def _wrap_log_rollout_data_legacy(original: Callable) -> Callable:
+    """The trainers whose batch is a DataProto: verl's dump has no uid there. Ours has the v1 trainer's form."""
+
     @functools.wraps(original)
     def _log_rollout_data(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):
         with diagnostics.guard("in the dump of rollouts"):
             length = batch.batch["response_mask"].sum(-1).tolist()
-            reward_extra_infos_dict = {**reward_extra_infos_dict, diagnostics.LENGTH_FIELD: length}
+            place: dict[str, Iterator[int]] = {}
+            uid = [
+                f"{name}_{next(place.setdefault(name, itertools.count()))}_0" for name in batch.non_tensor_batch["uid"]
+            ]
+            reward_extra_infos_dict = {**reward_extra_infos_dict, diagnostics.LENGTH_FIELD: length, "uid": uid}
         return original(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir)
 
     return _log_rollout_data
