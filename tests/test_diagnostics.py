@@ -15,7 +15,7 @@ from verl_ba.balance import METRICS, SIGN_METRICS, balance_metrics
 pytestmark = pytest.mark.usefixtures("one_process")
 
 hooks.load_seam_modules()
-from verl.trainer.ppo import ray_trainer  # noqa: E402
+from verl.trainer.ppo import core_algos, ray_trainer  # noqa: E402
 from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
 from verl.utils import py_functional  # noqa: E402
 
@@ -131,6 +131,18 @@ def test_a_policy_loss_that_goes_past_agg_loss_has_no_parts_under_verls_own_mode
     got, _ = logged(harness.make_rollouts(3, 4, 4), "token-mean", policy_loss=harness_policy_loss("geo_mean"))
     assert not any(by_sign(got, name) for name in ("pg_loss", "clip_fraction", "entropy"))
     assert "balance/length/positive" in got
+
+
+def test_a_policy_loss_that_aggregates_twice_has_no_parts_and_it_is_said(capfd, monkeypatch):
+    def twice(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        arguments = dict(loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+        return sum(core_algos.agg_loss(loss_mat=-advantages * log_prob, **arguments) for _ in range(2)), {}
+
+    monkeypatch.setitem(core_algos.POLICY_LOSS_REGISTRY, "twice", twice)
+    got, _ = logged(harness.make_rollouts(3, 4, 4), "balanced", policy_loss=harness_policy_loss("twice"))
+    assert by_sign(got, "pg_loss") == {}
+    assert len(by_sign(got, "entropy")) == 3
+    assert "policy loss 'twice' aggregates several matrices" in capfd.readouterr().err
 
 
 # ---- of whole groups

@@ -104,27 +104,26 @@ class _Record:
     advantage_BT: torch.Tensor | None = None
     sums: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
 
-    def see(self, loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]):
+    def see(self, loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregate: Callable[[torch.Tensor], Any]) -> None:
         """A matrix that is being aggregated inside `ppo_loss`: in the policy loss its own, after it the entropy first."""
-        if self.policy_loss is not None and "pg_loss" not in self.sums:
+        if self.policy_loss is not None:
             name, arguments = self.policy_loss
-            self.advantage_BT = arguments["advantages"]
-            signs = self._signs(mask_BT)
+            if self.advantage_BT is not None:
+                self.sums.pop("pg_loss", None)
+                raise ValueError(f"policy loss {name!r} aggregates several matrices, so its parts are unknown")
+            self.advantage_BT = advantage_BT = arguments["advantages"]
+            signs = _by_sign(mask_BT, advantage_BT)
             # Masked by value: by the mask, the aggregation would count other tokens.
             self.sums["pg_loss"] = [aggregate(torch.where(sign, loss_BT, 0.0)) for sign in signs]
             self.sums["tokens"] = [sign.sum() for sign in signs]
             if _clips_the_ratio(name, arguments["config"]):
                 clipped = _clipped(arguments)
                 self.sums["clipped"] = [(sign & clipped).sum() for sign in signs]
-        elif self.policy_loss is None and self.entropy_expected and self.advantage_BT is not None:
+        elif self.entropy_expected and self.advantage_BT is not None:
             self.entropy_expected = False
-            signs = self._signs(mask_BT)
+            signs = _by_sign(mask_BT, self.advantage_BT)
             self.sums["entropy"] = [torch.where(sign, loss_BT, 0.0).sum() for sign in signs]
             self.sums["entropy_tokens"] = [sign.sum() for sign in signs]
-
-    def _signs(self, mask_BT: torch.Tensor) -> list[torch.Tensor]:
-        mask_BT, advantage_BT = mask_BT.bool(), self.advantage_BT
-        return [mask_BT & side for side in (advantage_BT < 0, advantage_BT == 0, advantage_BT > 0)]
 
     def metrics(self, like: Any) -> dict[str, Any]:
         """verl's metrics of this micro-batch. All names are in it always, as nan if need be: verl takes the mean over
@@ -144,6 +143,11 @@ class _Record:
             for name, by_sign in numbers.items()
             for sign, value in zip(SIGN_NAMES, by_sign, strict=True)
         }
+
+
+def _by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> list[torch.Tensor]:
+    mask_BT = mask_BT.bool()
+    return [mask_BT & side for side in (advantage_BT < 0, advantage_BT == 0, advantage_BT > 0)]
 
 
 def _clips_the_ratio(name: str, config: Any) -> bool:
@@ -244,7 +248,7 @@ def lengths_in_queue(batch: Any) -> list[int]:
     """Valid response tokens of each row of a batch in TransferQueue, in the order of its keys [tokens]."""
     import transfer_queue as tq
 
-    fields = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
+    fields: Any = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
     return [int(row.sum()) for row in fields["response_mask"].unbind()]
 
 

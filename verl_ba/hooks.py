@@ -361,14 +361,9 @@ def _wrap_agg_loss(original: Callable) -> Callable:
         if call is not None:
             loss_agg_mode = call.enter(loss_agg_mode)
         if loss_agg_mode not in MODES:
-
-            def compute(matrix):
-                return original(
-                    matrix, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
-                )
-
-            diagnostics.see(loss_mat, loss_mask, compute)
-            return compute(loss_mat)
+            rest = loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+            diagnostics.see(loss_mat, loss_mask, lambda matrix: original(matrix, *rest))
+            return original(loss_mat, *rest)
         if pool_mean_length is None or global_batch_size is None:
             given = {COLUMN: pool_mean_length, "global_batch_size": global_batch_size}
             raise ValueError(
@@ -378,12 +373,9 @@ def _wrap_agg_loss(original: Callable) -> Callable:
                 "update must go through TrainingWorker.train_mini_batch. Counts of the micro-batch alone would train "
                 "something else, so there is no fallback"
             )
-
-        def compute(matrix):
-            return aggregate(matrix, loss_mask, pool_mean_length, global_batch_size, dp_size)
-
-        diagnostics.see(loss_mat, loss_mask, compute)
-        return compute(loss_mat)
+        rest = loss_mask, pool_mean_length, global_batch_size, dp_size
+        diagnostics.see(loss_mat, loss_mask, lambda matrix: aggregate(matrix, *rest))
+        return aggregate(loss_mat, *rest)
 
     return agg_loss
 
