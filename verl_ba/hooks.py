@@ -199,8 +199,10 @@ def gather_update(mode: str, data: Any, group: Any) -> diagnostics.Update:
     """
     try:
         mine = _local_rows(mode, data)
-    except Exception as error:  # raised on every rank below: none may be left waiting in the collective
+    except (KeyError, ValueError) as error:  # raised on every rank below: none may be left waiting in the collective
         mine = error
+    except Exception as error:  # an exception of an unknown class may not survive the way to the other ranks
+        mine = RuntimeError(f"{type(error).__name__}: {error}")
     shares, rank = _all_gather(mine, group)
     for share in shares:
         if isinstance(share, Exception):
@@ -226,6 +228,8 @@ def batch_mean_length(mode: str, data: Any, group: Any, update: diagnostics.Upda
     Returns:
         float64 on the CPU [tokens], 0 for an empty response: [rows], or [rows, signs] on every rank if anywhere in the
         update a row has tokens of two pools (`aggregation.pool_mean_length_by_sign`).
+
+    Raises: as `gather_update`.
     """
     update = update or gather_update(mode, data, group)
     mean_length_BS = pool_mean_length_by_sign(mode, update.count_BS, update.uid, update.session)
