@@ -180,6 +180,28 @@ def test_a_dump_from_transfer_queue_has_the_lengths_of_the_final_mask(monkeypatc
     assert written == [({"uid": ["a_0_0", "b_0_0", "pad_0_0"], "response_length": [2, 2, 0]}, "folder")]
 
 
+def test_a_dump_of_the_legacy_trainer_has_uids_and_the_lengths_of_the_final_mask():
+    import numpy as np
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    written = []
+
+    class Trainer:
+        tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["text"] * len(ids))
+
+        def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
+            written.append((reward_extra_infos_dict, dump_path))
+
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
+    tensors = {"prompts": mask, "responses": mask, "response_mask": mask, "token_level_scores": mask.float()}
+    uid = np.array(["a", "b", "a"], dtype=object)
+    batch = DataProto.from_single_dict({**tensors, "uid": uid})
+    RayPPOTrainer._log_rollout_data(Trainer(), batch, {"acc": [1, 0, 0]}, {}, "folder")
+    expected = {"acc": [1, 0, 0], "response_length": [2, 3, 0], "uid": ["a_0_0", "b_0_0", "a_1_0"]}
+    assert written == [(expected, "folder")]
+
+
 def policy_loss_under(mode, name) -> float:
     """Value of a policy loss of verl's registry on one batch."""
     from verl.workers.config import PolicyLossConfig
