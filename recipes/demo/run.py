@@ -175,7 +175,7 @@ def main(
         subprocess.run(command, check=True)
     screen.print(
         f"Which way each aggregation would tilt a run's responses: verl-ba analyze "
-        f"{run_folder(results, config, chosen[0], seed) / 'rollouts'} --tokenizer {paths['model']}",
+        f"{run_folder(results, config, chosen[0], seed) / 'rollouts'}",
         highlight=False,
         soft_wrap=True,
     )
