@@ -98,21 +98,22 @@ def loss_and_gradient(batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tenso
             mask = hooks._padded(part["response_mask"])
             token_loss = leaf[[rows[i] for i in places], : mask.shape[1]]
             config = SimpleNamespace(loss_agg_mode=batch.mode, global_batch_info=dict(info))
-            value = policy_term(config, {"loss": token_loss, "mask": mask}, part)
+            value, _ = policy_term(config, {"loss": token_loss, "mask": mask}, part)
             total = total + value / batch.ranks  # ranks average their gradients
     (gradient,) = torch.autograd.grad(total, leaf)
     return total.detach(), gradient
 
 
 def _policy_term(config, model_output, data, dp_group=None):
+    """Stands for verl's ppo_loss: (loss, metrics)."""
     token_loss, mask = model_output["loss"], model_output["mask"]
     if config.loss_agg_mode in aggregation.MODES:
         from verl.trainer.ppo.core_algos import agg_loss
 
-        return agg_loss(token_loss, mask, config.loss_agg_mode, **config.global_batch_info)
+        return agg_loss(token_loss, mask, config.loss_agg_mode, **config.global_batch_info), {}
     # verl's own modes, as aggregation.py expresses them
     info = config.global_batch_info
-    return hooks.aggregate(token_loss, mask, data[hooks.COLUMN], info["global_batch_size"], info["dp_size"])
+    return hooks.aggregate(token_loss, mask, data[hooks.COLUMN], info["global_batch_size"], info["dp_size"]), {}
 
 
 def mismatch(batch: SimpleNamespace) -> float:

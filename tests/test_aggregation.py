@@ -341,6 +341,20 @@ def test_counting_names_an_advantage_that_is_not_finite(bad):
         count_by_sign(torch.tensor([[1, 1]]), advantage)
 
 
+def test_nested_rows_are_counted_as_padded_ones():
+    """Rows of length 0 among them, masked positions, both signs; and a fault in a nested row is named, too."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 0, 7, 1, 0]
+    advantage = [torch.randint(-1, 2, (n,), generator=generator).double() for n in lengths]
+    mask = [torch.randint(0, 2, (n,), generator=generator) for n in lengths]
+    padded = [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (mask, advantage)]
+    nested = [torch.nested.as_nested_tensor(rows, layout=torch.jagged) for rows in (mask, advantage)]
+    assert torch.equal(count_by_sign(*nested), count_by_sign(*padded))
+    nested[1].values()[nested[0].values().nonzero()[0]] = math.nan
+    with pytest.raises(ValueError, match="advantages: nan or inf"):
+        count_by_sign(*nested)
+
+
 # ---- negative controls: what peers got wrong must be seen
 
 

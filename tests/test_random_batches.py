@@ -52,27 +52,27 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "signs and lengths are counted in the micro-batch",
-        "_wrap_loss",
+        "_column_in_global_batch_info",
         "column = data[COLUMN]",
         "column = batch_mean_length(config.loss_agg_mode, data, None)",
     ),
     Mutation(
         "signs and lengths are counted on each rank",
-        "batch_mean_length",
+        "gather_update",
         "shares, rank = _all_gather(mine, group)",
         "shares, rank = [mine], 0",
     ),
     Mutation(
         "every rank takes the first rank's rows",
-        "batch_mean_length",
+        "gather_update",
         'start = sum(len(share["uid"]) for share in shares[:rank])',
         "start = 0",
     ),
     Mutation(
         "groups are taken by position",
         "batch_mean_length",
-        "pool_mean_length_by_sign(mode, count_BS, uid,",
-        "pool_mean_length_by_sign(mode, count_BS, [i // 2 for i in range(len(uid))],",
+        "update.uid,",
+        "[i // 2 for i in range(len(update.uid))],",
     ),
     Mutation(
         "pools are batch-wide", "pool_mean_length_by_sign", "group[:, None] * len(SIGNS) +", "0 * group[:, None] +"
@@ -110,7 +110,7 @@ MUTATIONS = (
         "torch.where(mask_BT.bool(), token_loss_BT, 0.0)",
         "token_loss_BT * mask_BT",
     ),
-    Mutation("masked advantages count", "count_by_sign", "mask_BT = mask_BT.bool()", "mask_BT = mask_BT.bool() | True"),
+    Mutation("masked advantages count", "count_by_sign", "mask = mask.bool()", "mask = mask.bool() | True"),
     Mutation(
         "zero is merged into negative",
         "pool_mean_length_by_sign",
@@ -123,7 +123,7 @@ MUTATIONS = (
         "1 + (advantage_BT > 0).long() - (advantage_BT < 0).long()",
         "2 * (advantage_BT > 0).long()",
     ),
-    Mutation("sessions are ignored", "batch_mean_length", "session or None", "None"),
+    Mutation("sessions are ignored", "gather_update", "session or None", "None"),
     Mutation(
         "a session number means the same session in every group",
         "pool_mean_length_by_sign",
@@ -146,10 +146,11 @@ MUTATIONS = (
     Mutation(
         "a response has the sign of its sum",
         "batch_mean_length",
-        "mean_length_BS = pool_mean_length_by_sign",
-        "sign = (count_BS[:, 2] - count_BS[:, 0]).sign()\n"
+        "mean_length_BS = pool_mean_length_by_sign(mode, update.count_BS,",
+        "count_BS = update.count_BS\n"
+        "    sign = (count_BS[:, 2] - count_BS[:, 0]).sign()\n"
         "    count_BS = torch.eye(3)[sign.long() + 1] * count_BS.sum(1, keepdim=True)\n"
-        "    mean_length_BS = pool_mean_length_by_sign",
+        "    mean_length_BS = pool_mean_length_by_sign(mode, count_BS,",
     ),
     Mutation("lengths are float32", "pool_mean_length_by_sign", "(tokens / responses)", "(tokens / responses).float()"),
     Mutation(

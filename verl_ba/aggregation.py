@@ -146,15 +146,28 @@ def pool_mean_length_by_sign(
 def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:
     """Valid tokens of each response with negative, zero and positive advantage: int64 [B, S], in the order of `SIGNS`.
 
+    Both padded, or both nested (jagged) with the same offsets.
+
     Raises ValueError where an advantage at a valid token is nan or inf; at masked positions anything may stand.
     """
-    mask_BT = mask_BT.bool()
-    if not bool((advantage_BT.isfinite() | ~mask_BT).all()):
+    mask, advantage = (tensor.values() if tensor.is_nested else tensor for tensor in (mask_BT, advantage_BT))
+    mask = mask.bool()
+    if not bool((advantage.isfinite() | ~mask).all()):
         raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
-    sides = (mask_BT, mask_BT & (advantage_BT < 0), mask_BT & (advantage_BT > 0))
-    # float32 counts exactly up to 2^24, and sums booleans ten times as fast as int64
-    tokens, negative, positive = (side.sum(-1, dtype=torch.float32) for side in sides)
+    sides = (mask, mask & (advantage < 0), mask & (advantage > 0))
+    tokens, negative, positive = (row_sum(side, mask_BT) for side in sides)
     return torch.stack([negative, tokens - negative - positive, positive], dim=1).long()
+
+
+def row_sum(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Sum over each row: [B]. `value` is [B, T], or the `values()` of a nested tensor with the rows of `like`.
+
+    Padding nested rows would take three times as long. float32 counts exactly up to 2^24, and sums booleans ten times as
+    fast as int64.
+    """
+    if like.is_nested:
+        return torch.segment_reduce(value.to(dtype), "sum", lengths=like.offsets().diff(), unsafe=True)
+    return value.sum(-1, dtype=dtype)
 
 
 def token_mean_length(mean_length_BS: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:

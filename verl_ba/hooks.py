@@ -43,7 +43,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_ba import __version__, diagnostics, releases
-from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, token_mean_length
+from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, row_sum, token_mean_length
 from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
 
 COLUMN = "pool_mean_length"
@@ -247,19 +247,27 @@ def _local_rows(mode: str, data: Any) -> dict[str, list]:
             f"{_MODE_KEY}={mode} needs {', '.join(absent)} in the batch of train_mini_batch, got only "
             f"{sorted(map(str, data.keys()))}. verl's trainers put it there; a custom trainer or worker must not drop it"
         )
-    mask_BT, advantage_BT = _padded(data["response_mask"]), _padded(data["advantages"])
-    if mask_BT.shape != advantage_BT.shape:
-        raise ValueError(
-            f"advantages {list(advantage_BT.shape)} and response_mask {list(mask_BT.shape)} differ in shape"
-        )
+    mask_BT, advantage_BT = _same_rows(data["response_mask"], data["advantages"])
     rows = {name: _column_as_list(data, name) if name in data else [] for name in ("uid", "session_id")}
     for name, column in rows.items():
-        if name in data and len(column) != len(mask_BT):
-            raise ValueError(f"{name}: expected one entry per row, {len(mask_BT)}; got {len(column)}")
+        if name in data and len(column) != mask_BT.shape[0]:
+            raise ValueError(f"{name}: expected one entry per row, {mask_BT.shape[0]}; got {len(column)}")
     count_BS = count_by_sign(mask_BT, advantage_BT)
-    total_B = torch.linalg.vector_norm(torch.where(mask_BT.bool(), advantage_BT, 0.0), ord=1, dim=1).double().cpu()
-    size_B = total_B / count_BS.sum(1).clamp(min=1).cpu()
+    mask, advantage = (tensor.values() if tensor.is_nested else tensor for tensor in (mask_BT, advantage_BT))
+    total_B = row_sum(torch.where(mask.bool(), advantage, 0.0).abs(), mask_BT, torch.float64)
+    size_B = total_B / count_BS.sum(1).clamp(min=1)
     return rows | {"count": count_BS.T.tolist(), "size": size_B.tolist()}
+
+
+def _same_rows(mask: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both nested without gaps and with the same rows, as verl's v1 trainer has them; or both padded."""
+    jagged = all(t.is_nested and t.layout == torch.jagged and t.lengths() is None for t in (mask, advantage))
+    if jagged and torch.equal(mask.offsets(), advantage.offsets()):
+        return mask, advantage
+    mask, advantage = _padded(mask), _padded(advantage)
+    if mask.shape != advantage.shape:
+        raise ValueError(f"advantages {list(advantage.shape)} and response_mask {list(mask.shape)} differ in shape")
+    return mask, advantage
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
