@@ -583,9 +583,12 @@ SEAMS = (
 
 
 def seams() -> list[Seam]:
-    """The seams of the release in this process; UnsupportedVerlError if it is not supported."""
+    """The seams of the release in this process; UnsupportedVerlError if it is not supported.
+
+    None in a verl that has the modes in its own tree (patches/): what is refused there is refused by verl.
+    """
     version = releases.current().version
-    return [seam for seam in SEAMS if version in seam.releases]
+    return [] if releases.is_patched() else [seam for seam in SEAMS if version in seam.releases]
 
 
 _MARK = "__verl_ba_seam__"
