@@ -60,12 +60,13 @@ def main() -> None:
                 "updates": len(worker.engine.gradients),
             }
             print(json.dumps(record), flush=True)
-    # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left.
+    # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left. (A patched verl
+    # ends as verl does: by the error of one rank.)
     data = harness.to_tensordict(rollouts, mine, "padded")
-    if rank == world - 1:
+    if rank == world - 1 or releases.is_patched():
         data.pop("uid")
     try:
-        worker.train_mini_batch(data)
+        harness.actor_of(worker).update_actor(data)
     except KeyError as error:
         print(f"rank {rank}: {error}", flush=True)
     torch.distributed.destroy_process_group()

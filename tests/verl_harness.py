@@ -188,10 +188,10 @@ def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: 
         calculate_entropy=True,
     )
 
-    return tu.get(_actor_of(worker).update_actor(data), "metrics")
+    return tu.get(actor_of(worker).update_actor(data), "metrics")
 
 
-def _actor_of(worker):
+def actor_of(worker):
     """The worker that holds it in a run: its `update_actor` is the seam of a patched verl (patches/)."""
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
