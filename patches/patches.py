@@ -38,9 +38,9 @@ class PatchError(Exception):
     """A patch does not apply, or is not what an export of it gives."""
 
 
-def git(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def git(folder: Path, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
     environment = GIT | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    return subprocess.run(["git", *arguments], cwd=folder, env=environment, text=True, capture_output=True)
+    return subprocess.run(["git", *arguments], cwd=folder, env=environment, input=text, text=True, capture_output=True)
 
 
 def series(release: str) -> list[Path]:
@@ -70,15 +70,25 @@ def locate(path: Path) -> tuple[Path, str, bool]:
 
 def apply_series(root: Path, release: str, patches: list[Path]) -> list[Path]:
     """Apply what is not there yet, all or nothing; the patches that were applied."""
-    names = [str(patch) for patch in patches]
-    there = len(names)
-    while there and git(root, "apply", "--reverse", "--check", *reversed(names[:there])).returncode:
-        there -= 1
-    if there < len(names):
-        result = git(root, "apply", *names[there:])
+    there = already(root, patches)
+    if there < len(patches):
+        # As one patch: git is not all or nothing over several.
+        result = git(root, "apply", text="".join(body(patch) for patch in patches[there:]))
         if result.returncode:
             raise PatchError(explain(result.stderr, release, patches[there:]))
     return patches[there:]
+
+
+def already(root: Path, patches: list[Path]) -> int:
+    """How many of the patches the tree has: those that can be taken back, last first."""
+    for there in range(len(patches), 0, -1):
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            copy_files(root, patches, folder)
+            back = (git(folder, "apply", "--reverse", text=body(patch)) for patch in reversed(patches[:there]))
+            if all(result.returncode == 0 for result in back):
+                return there
+    return 0
 
 
 def explain(stderr: str, release: str, patches: Iterable[Path]) -> str:
@@ -104,14 +114,12 @@ def files_of(patches: Iterable[Path]) -> set[str]:
     return {name for patch in patches for name in re.findall(r"(?m)^\+\+\+ b/(.+)$", body(patch))}
 
 
-def repository(tree: Path, patches: list[Path], folder: Path) -> None:
-    """A git repository with only the files of the tree that the patches touch, as its first commit."""
-    git(folder, "init", "-q")
+def copy_files(tree: Path, patches: list[Path], folder: Path) -> None:
+    """Only the files of the tree that the patches touch."""
     for name in files_of(patches):
         if (tree / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(tree / name, folder / name)
-    commit(folder)
 
 
 def commit(folder: Path) -> None:
@@ -130,7 +138,9 @@ def exported(tree: Path, release: str, fuzz: bool = False) -> list[str]:
     patches, bodies = series(release), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        repository(tree, patches, folder)
+        git(folder, "init", "-q")
+        copy_files(tree, patches, folder)
+        commit(folder)
         for patch in patches:
             if fuzz:
                 options = ["-p1", "-F3", "--no-backup-if-mismatch", "-s", "-i", str(patch)]
