@@ -154,6 +154,38 @@ def test_a_policy_loss_that_ignores_the_mode_is_refused_at_its_first_call(monkey
         loss_through_verl(harness.make_rollouts(0, 2, 4), config)
 
 
+legacy = pytest.mark.skipif(not releases.current().legacy_workers, reason="the release has no legacy workers")
+
+
+@legacy
+def test_the_legacy_fsdp_actors_gradients_equal_the_literal_reference():
+    said = run(os.environ["VERL_BA_PATCHED"], str(ROOT / "tests" / "legacy_worker.py"), plugin=False).stdout
+    records = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert len(records) == 48
+    for record in records:
+        assert record["gradient_error"] < 1e-12, record
+        assert record["logged"] == pytest.approx(record["expected"], rel=1e-9), record
+
+
+@legacy
+def test_the_legacy_megatron_actor_refuses(monkeypatch):
+    import importlib
+    from types import SimpleNamespace
+
+    import test_versions
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, test_versions.StandIn("megatron")])
+    actor_class = importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor
+    actor = actor_class.__new__(actor_class)
+    actor.config = SimpleNamespace(loss_agg_mode="balanced")
+    with pytest.raises(NotImplementedError, match=r"drops uid.*use_legacy_worker_impl=disable"):
+        actor.update_policy([])
+    actor.config.loss_agg_mode = "token-mean"
+    assert isinstance(actor.update_policy([]), dict)
+    for stand_in in [key for key in sys.modules if key.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, stand_in)
+
+
 def test_the_drivers_config_validates_and_an_unknown_mode_is_named():
     import verl_harness as harness
     from verl.utils.config import validate_config
