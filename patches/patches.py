@@ -65,7 +65,9 @@ def locate(path: Path) -> tuple[Path, str, bool]:
             if release not in RELEASES:
                 raise PatchError(f"{path}: verl {release} has no patches; there are some for {', '.join(RELEASES)}")
             return root, release, (root / "tests").is_dir() and (root / "docs").is_dir()
-    raise PatchError(f"{path}: expected verl's package directory or the root of a checkout, found no verl/version/version")
+    raise PatchError(
+        f"{path}: expected verl's package directory or the root of a checkout, found no verl/version/version"
+    )
 
 
 def apply_series(root: Path, release: str, patches: list[Path]) -> list[Path]:
@@ -234,7 +236,16 @@ def check(
                 "OMP_NUM_THREADS": "1",
             }
             theirs = [str(folder / name) for name in files_of(series(release)) if name.endswith("_on_cpu.py")]
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-c",
+                str(ROOT / "pyproject.toml"),
+            ]
             command += [f"--rootdir={ROOT}", *theirs, str(ROOT / "tests" / "test_patched_verl.py")]
             result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
             log.write_text(result.stdout + result.stderr)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import verl  # loads the plugin, or has the modes itself
 import verl_harness as harness
-
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.workers import engine_workers  # noqa: F401  imported before the ranks fork
 from verl.workers.config import PolicyLossConfig

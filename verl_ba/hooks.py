@@ -10,6 +10,8 @@
                                                   4 agg_loss   the new modes
                                                   5 get_policy_loss_fn   a policy loss that goes past agg_loss raises
 
+In a verl that has the modes in its own tree (patches/) nothing is touched: `seams` is empty there.
+
 (1b) A critic inherits the actor's mode by interpolation but has no sign: it uses token-mean, and says so.
 (2b) Where advantages change sign within a response (a critic, process rewards, discounting), the column has three
 numbers per row, one per sign, and seam 3 looks up each token's own. Nothing about groups or signs is decided there.
