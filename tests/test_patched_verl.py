@@ -187,9 +187,11 @@ def test_the_legacy_megatron_actor_refuses(monkeypatch):
 
 
 def test_the_drivers_config_validates_and_an_unknown_mode_is_named():
+    import verl
     import verl_harness as harness
     from verl.utils.config import validate_config
 
+    assert Path(verl.__file__).is_relative_to(os.environ["VERL_BA_PATCHED"])
     for mode in MODES:
         config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
         validate_config(config, use_reference_policy=False, use_critic=False)
