@@ -181,7 +181,8 @@ def test_the_legacy_megatron_actor_refuses(monkeypatch):
     with pytest.raises(NotImplementedError, match=r"drops uid.*use_legacy_worker_impl=disable"):
         actor.update_policy([])
     actor.config.loss_agg_mode = "token-mean"
-    assert isinstance(actor.update_policy([]), dict)
+    with pytest.raises(AttributeError, match="actor_optimizer"):  # verl's own code runs, on an actor without a model
+        actor.update_policy([])
     for stand_in in [key for key in sys.modules if key.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, stand_in)
 
