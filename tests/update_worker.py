@@ -83,8 +83,8 @@ def main() -> None:
         ranks = [fork.Process(target=run_rank, args=(rank, world, folder, part)) for rank in range(world)]
         for process in ranks:
             process.start()
-        while any(process.is_alive() for process in ranks):
-            multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()])
+        while alive := [process for process in ranks if process.is_alive()]:
+            multiprocessing.connection.wait([process.sentinel for process in alive])
             if any(process.exitcode for process in ranks):  # the other would wait for it
                 for process in ranks:
                     process.kill()
