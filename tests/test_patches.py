@@ -187,19 +187,23 @@ def hooked(tmp_path_factory) -> Path:
 
 @pytest.mark.trainer
 def test_the_real_trainer_in_a_patched_verl_is_zero_on_policy_without_the_plugin(prepared, tmp_path):
-    """Each worker builds an ActorConfig, which in an unmodified verl refuses the mode: so all import the patched tree."""
     from trainer_run import launch, pg_losses
 
-    tree = copy_of_verl(tmp_path / "site")
+    tree, seen = copy_of_verl(tmp_path / "site"), tmp_path / "seen"
+    seen.mkdir()
     assert command("apply", tree / "verl").returncode == 0
     result, steps = launch(
         prepared,
         tmp_path,
         "balanced",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
-        PYTHONPATH=f"{tree}{os.pathsep}{ROOT}",
+        PYTHONPATH=os.pathsep.join(map(str, (tree, ROOT, ROOT / "tests"))),
         VERL_USE_EXTERNAL_PLUGINS="verl_ba_cpu",
+        VERL_USE_EXTERNAL_MODULES="which_verl",
+        WHICH_VERL=str(seen),
     )
     assert max(pg_losses(result, steps)) <= 1e-6
-    assert str(tree / "verl" / "workers") in result.stdout  # a worker's warning names its file
     assert "attached:" not in result.stdout  # the plugin would say what is
+    imported = [path.read_text() for path in seen.iterdir()]
+    assert len(imported) >= 4  # the driver, the trainer's process, two ranks, …
+    assert set(imported) == {str(tree / "verl" / "__init__.py")}
