@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions recipes-check recipes-smoke lint format bench study-null study-map doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh recipes-check recipes-smoke lint format bench study-null study-map doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,15 @@ test-trainer: setup  ## verl's real trainer on the CPU
 
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
 	@$(PY) tests/versions.py
+
+patches-apply: setup  ## the modes inside a verl of your own, instead of the plugin: VERL=package or checkout
+	@$(PY) patches/patches.py apply $(VERL)
+
+patches-check: setup  ## every release from PyPI: apply, re-export, verl's and our tests  [ONLY=releases BATCHES=n]
+	@$(PY) patches/patches.py check $(ONLY) $(if $(BATCHES),--batches $(BATCHES))
+
+patches-refresh: setup  ## write the patches anew, with fuzz; or from the last commits of a tree  [TREE=path]
+	@$(PY) patches/patches.py refresh $(if $(TREE),--tree $(TREE))
 
 recipes-check: setup  ## compose every recipe, arm and cluster; give them to verl's classes; compare (in `make test`)
 	@$(PY) -m pytest tests/test_recipes.py

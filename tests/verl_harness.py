@@ -188,7 +188,17 @@ def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: 
         calculate_entropy=True,
     )
 
-    return tu.get(worker.train_mini_batch(data), "metrics")
+    return tu.get(actor_of(worker).update_actor(data), "metrics")
+
+
+def actor_of(worker):
+    """The worker that holds it in a run: its `update_actor` is the seam of a patched verl (patches/)."""
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    actor = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
+    actor.actor, actor.profiler, actor.enable_routing_replay = worker, worker.profiler, False
+    actor.config = OmegaConf.create({"actor": {"loss_agg_mode": worker.loss_fn.keywords["config"].loss_agg_mode}})
+    return actor
 
 
 def expected_loss(rollouts: Rollouts, mode: str, theta, config, num_responses: int):

@@ -44,6 +44,13 @@ def examine() -> Report:
         seams = hooks.seams()
     except releases.UnsupportedVerlError as error:
         return Report(__version__, version, platform.python_version(), [str(error)])
+    if releases.is_patched():
+        row = (
+            "verl's own tree (patches/)",
+            "by patch",
+            "the modes are verl's own there: verl_ba stands aside and hooks nothing",
+        )
+        return Report(__version__, version, platform.python_version(), [], [row])
     warnings.simplefilter("ignore")  # verl names every engine that is not installed
     import verl  # noqa: F401  loads the plugins
 

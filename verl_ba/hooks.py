@@ -10,6 +10,8 @@
                                                   4 agg_loss   the new modes
                                                   5 get_policy_loss_fn   a policy loss that goes past agg_loss raises
 
+In a verl that has the modes in its own tree (patches/) nothing is touched: `seams` is empty there.
+
 (1b) A critic inherits the actor's mode by interpolation but has no sign: it uses token-mean, and says so.
 (2b) Where advantages change sign within a response (a critic, process rewards, discounting), the column has three
 numbers per row, one per sign, and seam 3 looks up each token's own. Nothing about groups or signs is decided there.
@@ -737,9 +739,12 @@ SEAMS = (
 
 
 def seams() -> list[Seam]:
-    """The seams of the release in this process; UnsupportedVerlError if it is not supported."""
+    """The seams of the release in this process; UnsupportedVerlError if it is not supported.
+
+    None in a verl that has the modes in its own tree (patches/): what is refused there is refused by verl.
+    """
     version = releases.current().version
-    return [seam for seam in SEAMS if version in seam.releases]
+    return [] if releases.is_patched() else [seam for seam in SEAMS if version in seam.releases]
 
 
 _MARK = "__verl_ba_seam__"

@@ -91,6 +91,16 @@ def verl_version() -> str | None:
     return (Path(spec.origin).parent / "version" / "version").read_text().strip()
 
 
+def is_patched() -> bool:
+    """Whether the verl that would be imported has the modes in its own tree (patches/): then nothing is hooked."""
+    spec = importlib.util.find_spec("verl")
+    source = Path(spec.origin).parent / "trainer" / "ppo" / "core_algos.py" if spec and spec.origin else None
+    if source is None or not source.exists():
+        return False
+    text = source.read_text(encoding="utf-8")
+    return all(f'@register_loss_agg("{mode}")' in text for mode in MODES)
+
+
 def current() -> Release:
     """The release that this process imports.
 
