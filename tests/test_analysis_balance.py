@@ -198,6 +198,7 @@ def test_the_docs_hold_the_tables_that_the_code_prints():
     text = (DOCS / "which-aggregation.md").read_text()
     assert balance.metrics_markdown() in text, "run: python -m verl_ba.balance"
     assert balance.example_markdown() in text, "run: python -m verl_ba.balance"
+    assert balance.metrics_markdown() in (DOCS.parent / "README.md").read_text(), "run: python -m verl_ba.balance"
     for name in ("analyze-overview.png", "analyze-lengths.png", "compare-curves.png"):
         assert f"(figures/{name})" in text
         assert (DOCS / "figures" / name).read_bytes().startswith(b"\x89PNG")
