@@ -40,6 +40,7 @@ class Cell:
         ramble: share of the rambling writer, who in the relation `negatives` ends on a wrong answer with probability `wrong`.
         fillers: mean number after a step, of the careful and of the rambling writer.
         warm_steps: of the supervised warm start.
+        warm_starts: how many there are; a run with seed s starts from number s mod warm_starts.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Cell:
     wrong: float = 0.0
     fillers: tuple[float, float] = (0.3, 3.0)
     warm_steps: int = 600
+    warm_starts: int = 2
 
 
 Slip = Callable[[str], bool]
@@ -85,7 +87,7 @@ def _answer(response: str) -> str | None:
 
 # --------------------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = {letter: (1 + (3 * i + 1) % 6, (5 * i + 2) % 7) for i, letter in enumerate("abcdefghij")}
+FUNCTIONS = {letter: (1 + (3 * i + 1) % 6, (5 * i + 2) % 7) for i, letter in enumerate("abcdef")}
 """Of mod7: letter x stands for v -> (multiplier · v + addend) mod 7."""
 
 

@@ -4,7 +4,8 @@ Every rule goes through verl's `compute_policy_loss_vanilla` with loss_agg_mode=
 `pool_mean_length` in `config.global_batch_info`, as `verl_ba.hooks` puts it there in a real update. It is fitted on the
 whole update, before mini-batches. The old log-probabilities are the sampler's: they equal those of a forward pass.
 
-Paired: one (cell, seed) gives every rule the same warm start, prompts, sampling noise and order of rows.
+Paired: one (cell, seed) gives every rule the same warm start, prompts, sampling noise and order of rows. A cell has a few
+warm starts that its seeds take in turn.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ class Settings:
 
 
 def setup_digest(cell: Cell, settings: Settings) -> str:
-    """Of everything that decides a run besides rule, learning rate and seed."""
+    """Of everything that decides a run besides rule, learning rate and seed: 8 hexadecimal digits."""
     return hashlib.sha256(json.dumps([asdict(cell), asdict(settings)]).encode()).hexdigest()[:8]
 
 
@@ -135,9 +136,10 @@ def _seed(*parts: Any) -> int:
 
 
 def warm_start(cell: Cell, seed: int, settings: Settings, cache: Path) -> Model:
-    """The model of this cell and seed after supervision on demonstrations; cached."""
+    """The model from which runs of this cell and seed start, after supervision on demonstrations; cached."""
+    seed %= cell.warm_starts
     here = Path(__file__).parent
-    key = _digest(asdict(cell), asdict(settings.shape), settings.warm_batch, settings.warm_lr)
+    key = _digest({**asdict(cell), "warm_starts": None}, asdict(settings.shape), settings.warm_batch, settings.warm_lr)
     key += _digest(*((here / name).read_text() for name in ("tasks.py", "model.py")))
     path = cache / f"warm-{cell.name}-{seed}-{key}.pt"
     model = _new_model(cell, settings, seed)

@@ -1,0 +1,38 @@
+"""python -m studies.miniature screen | confirm | quick"""
+
+import typer
+
+from studies.miniature.runner import StudyError, results_path, run_stage
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _run(stage: str) -> None:
+    try:
+        rows = run_stage(stage)
+    except StudyError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{len(rows)} rows in {results_path(stage)}")
+
+
+@app.command()
+def screen() -> None:
+    """Every rule on every cell of screening.toml, and the learning rates of the main ones."""
+    _run("screening")
+
+
+@app.command()
+def confirm() -> None:
+    """The confirmation; refused unless its protocol is committed and unchanged."""
+    _run("confirmation")
+
+
+@app.command()
+def quick() -> None:
+    """A few runs, to see that all works."""
+    _run("quick")
+
+
+if __name__ == "__main__":
+    app()
