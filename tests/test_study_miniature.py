@@ -30,7 +30,7 @@ def small_model():
     model = Model(6 + 20).double()
     with torch.no_grad():
         model.head.weight.mul_(4)  # far from uniform
-        model.head.bias[END] += 1
+        model.head.bias[END] += 2.5
     return model
 
 
@@ -61,9 +61,7 @@ def test_the_sampler_with_its_cache_equals_a_full_forward_pass(small_model):
     lengths = sampled.mask_BT.sum(1)
     assert len(set(lengths.tolist())) > 5  # rows left the batch at different times
     full = small_model.log_probs(prompts, sampled.response_BT)
-    torch.testing.assert_close(
-        sampled.log_prob_BT, torch.where(sampled.mask_BT, full, 0.0), rtol=1e-10, atol=1e-10
-    )
+    torch.testing.assert_close(sampled.log_prob_BT, torch.where(sampled.mask_BT, full, 0.0), rtol=1e-10, atol=1e-10)
 
 
 def test_every_character_is_the_one_whose_share_of_the_distribution_holds_the_noise(small_model):
@@ -167,9 +165,7 @@ def test_the_gradients_of_the_signs_add_up_to_that_of_the_update(small_model):
     parts = []
     for advantage in (update.advantage_BT.clamp(min=0), update.advantage_BT.clamp(max=0), update.advantage_BT):
         loss = train.policy_loss(small_model, update, torch.arange(24), mean_length, 24, config, advantage)
-        parts.append(
-            torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(small_model.parameters()))])
-        )
+        parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(small_model.parameters()))]))
     torch.testing.assert_close(parts[0] + parts[1], parts[2], rtol=1e-9, atol=1e-12)
     expected = float(parts[0] @ parts[1] / parts[0].norm() / parts[1].norm())
     assert train.sign_cosine(small_model, update, mean_length, config) == pytest.approx(expected, abs=1e-9)
@@ -247,7 +243,7 @@ def test_weak_steps_are_the_ones_at_which_writers_slip():
         seen[fact] += 1
         wrong[fact] += not score(cell, demonstration(cell, entry, rng), entry)
     shares = {fact: wrong[fact] / seen[fact] for fact in seen}
-    assert set(round(share) for share in shares.values()) == {0, 1}
+    assert {round(share) for share in shares.values()} == {0, 1}
     assert 0.1 < np.mean([share > 0.5 for share in shares.values()]) < 0.5
 
 
@@ -374,7 +370,9 @@ def test_finished_runs_are_not_run_again_and_failed_ones_are(study, monkeypatch)
     monkeypatch.setattr(runner, "ProcessPoolExecutor", SameProcess)
     monkeypatch.setattr(runner, "run", fake)
     broken = True
-    with pytest.raises(runner.StudyError, match=r"1 of 4 runs failed(.|\n)*n token lr 0.001 seed 1: ZeroDivisionError: no s"):
+    with pytest.raises(
+        runner.StudyError, match=r"1 of 4 runs failed(.|\n)*n token lr 0.001 seed 1: ZeroDivisionError: no s"
+    ):
         runner.run_stage("quick")
     assert len(ran) == 4
     rows = runner.read_rows(runner.results_path("quick"))
@@ -482,7 +480,13 @@ def rows_of(effect: dict[str, float], seeds=20, cells=("a", "b"), spread=0.02, p
             common = rng.normal(0.6, paired)
             for rule, value in effect.items():
                 rows.append(
-                    {"cell": cell, "rule": rule, "lr": 1e-3, "seed": seed, "auc": common + value + rng.normal(0, spread)}
+                    {
+                        "cell": cell,
+                        "rule": rule,
+                        "lr": 1e-3,
+                        "seed": seed,
+                        "auc": common + value + rng.normal(0, spread),
+                    }
                 )
     return rows
 
@@ -506,7 +510,9 @@ def test_intervals_and_tests_err_as_often_as_they_say():
     low = wrong = 0
     for _ in range(300):
         scores = rng.normal(0, 1, (20, 2, 2))
-        estimate = outcome.Bootstrap(300, 0).estimates(scores, lambda s: (s[..., 0] - s[..., 1]).mean((-2, -1))[..., None])[0]
+        estimate = outcome.Bootstrap(300, 0).estimates(
+            scores, lambda s: (s[..., 0] - s[..., 1]).mean((-2, -1))[..., None]
+        )[0]
         wrong += not estimate.low <= 0 <= estimate.high
         low += outcome.p_value(scores) < 0.05 if _ < 100 else 0
     assert 0.02 < wrong / 300 < 0.11

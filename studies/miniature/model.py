@@ -101,9 +101,7 @@ class Rollout:
     def texts(self) -> list[str]:
         """Without the newline; a response that has none was cut."""
         lengths = self.mask_BT.sum(1).tolist()
-        return [
-            decode(row[:n]).removesuffix("\n") for row, n in zip(self.response_BT.tolist(), lengths, strict=True)
-        ]
+        return [decode(row[:n]).removesuffix("\n") for row, n in zip(self.response_BT.tolist(), lengths, strict=True)]
 
     @property
     def cut_B(self) -> Tensor:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,6 +21,7 @@ from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -118,7 +118,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             rows.append(json.loads(line))
         except ValueError:
-            raise StudyError(f"{path}:{number}: not a row, {line[:60]!r}; remove the line, its run is done again") from None
+            raise StudyError(
+                f"{path}:{number}: not a row, {line[:60]!r}; remove the line, its run is done again"
+            ) from None
     return rows
 
 

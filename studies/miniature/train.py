@@ -19,7 +19,7 @@ import random
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from studies.miniature.model import CHARACTERS, END, PAD, Model, Rollout, Shape, encode, sample
+from studies.miniature.model import END, PAD, Model, Rollout, Shape, encode, sample
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell, demonstration, score
 from studies.rules import Batch, State, fit
 
@@ -50,7 +50,7 @@ class Settings:
         pool: training prompts of a cell, drawn from with replacement.
     """
 
-    steps: int = 100
+    steps: int = 80
     prompts: int = 16
     group: int = 8
     epochs: int = 2
@@ -59,12 +59,12 @@ class Settings:
     clip_high: float = 0.28
     grad_norm: float = 1.0
     evaluations: int = 13
-    evaluation_prompts: int = 256
+    evaluation_prompts: int = 192
     probes: int = 4
     pool: int = 4000
     warm_batch: int = 64
-    warm_lr: float = 4e-3
-    shape: Shape = Shape()
+    warm_lr: float = 5e-3
+    shape: Shape = field(default_factory=Shape)
 
 
 def setup_digest(cell: Cell, settings: Settings) -> str:
@@ -165,7 +165,7 @@ def supervise(model: Model, cell: Cell, seed: int, settings: Settings) -> Model:
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.warm_lr, betas=(0.9, 0.98), fused=True)
     for step in range(cell.warm_steps):
         rows = [rng.randrange(settings.pool) for _ in range(settings.warm_batch)]
-        texts = [encode(demonstration(cell, prompts.entries[i], rng)[: LIMIT - 1]) + [END] for i in rows]
+        texts = [[*encode(demonstration(cell, prompts.entries[i], rng)[: LIMIT - 1]), END] for i in rows]
         order = sorted(range(len(rows)), key=lambda i: len(texts[i]))
         tokens = sum(map(len, texts))
         optimizer.zero_grad()
@@ -373,9 +373,7 @@ def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: 
         if step == settings.steps:
             break
         rows = torch.randint(len(train.entries), (settings.prompts,), generator=noise)
-        update = make_update(
-            model, cell, train, rows, torch.rand(size, LIMIT, generator=noise), settings.group
-        )
+        update = make_update(model, cell, train, rows, torch.rand(size, LIMIT, generator=noise), settings.group)
         mean_length = fit(rule, update.batch(), state)
         drift, share = weights_of_signs(update, mean_length)
         lengths = {
