@@ -32,8 +32,8 @@ from studies.miniature.model import END, PAD, Model, Rollout, Shape, encode, sam
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell, demonstration, score
 from studies.rules import Batch, State, fit
 
-TRAIN, EVALUATION, DEMONSTRATION = 1, 2, 3
-"""Seeds of the three disjointly drawn sets of prompts."""
+TRAIN, EVALUATION, DEMONSTRATION = 1_000_000, 2_000_000, 3_000_000
+"""Seeds of the three sets of prompts, far apart: prompt i of reasoning-gym's set of seed s is prompt 0 of seed s + i."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def load_entries(cell: Cell, settings: Settings, cache: Path) -> tuple[Prompts, 
     sizes = {TRAIN: settings.pool, EVALUATION: settings.evaluation_prompts}
 
     def make() -> dict[str, list[dict]]:
-        return {str(seed): family.entries(1000 * seed, size, cell.steps) for seed, size in sizes.items()}
+        return {str(seed): family.entries(seed, size, cell.steps) for seed, size in sizes.items()}
 
     key = _digest(cell.family, cell.steps, sizes, (Path(__file__).parent / "tasks.py").read_text())
     sets = _cached(
@@ -161,7 +161,7 @@ def _new_model(cell: Cell, settings: Settings, seed: int) -> Model:
 
 def supervise(model: Model, cell: Cell, seed: int, settings: Settings) -> Model:
     family, rng = FAMILIES[cell.family], random.Random(_seed(cell.name, seed, "demonstrations"))
-    prompts = Prompts.of(cell, family.entries(1000 * DEMONSTRATION, settings.pool, cell.steps))
+    prompts = Prompts.of(cell, family.entries(DEMONSTRATION, settings.pool, cell.steps))
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.warm_lr, betas=(0.9, 0.98), fused=True)
     for step in range(cell.warm_steps):
         rows = [rng.randrange(settings.pool) for _ in range(settings.warm_batch)]
