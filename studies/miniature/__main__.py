@@ -13,6 +13,9 @@ def _run(stage: str) -> None:
     except StudyError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(f"{stage}: stopped; the same command goes on where it was", err=True)
+        raise typer.Exit(130) from None
     typer.echo(f"{len(rows)} rows in {results_path(stage)}")
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import active_children, connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -246,9 +246,9 @@ def run_stage(stage: str, workers: int = WORKERS, console: Console | None = None
                     if not console.is_terminal and not len(futures) % 20:
                         console.print(f"{len(futures)} left after {time.monotonic() - started:.0f} s", highlight=False)
             except BaseException:
+                for child in active_children():
+                    child.kill()
                 pool.shutdown(wait=False, cancel_futures=True)
-                for process in list(getattr(pool, "_processes", {}).values()):
-                    process.kill()
                 raise
     if failed:
         raise StudyError(f"{len(failed)} of {len(jobs)} runs failed; run again to retry them:\n" + "\n".join(failed))
