@@ -153,9 +153,9 @@ def test_drift_is_the_loss_at_ratio_one_and_zero_under_balanced_and_sequence(sma
         mean_length = fit(rule, update.batch(), {})
         drift, share = train.weights_of_signs(update, mean_length)
         loss = train.policy_loss(small_model, update, every, mean_length, 24, config)
-        assert drift == pytest.approx(float(loss), abs=1e-12)
+        assert drift == pytest.approx(loss.item(), abs=1e-12)
         assert (abs(drift) < 1e-7) == (rule in ("balanced", "sequence")), rule  # verl's advantages are float32
-        assert 0.3 < share < 0.7
+        assert 0.2 < share < 0.8
         assert (abs(share - 0.5) < 1e-6) == (rule in ("balanced", "sequence"))
 
 
@@ -222,7 +222,8 @@ def test_demonstrations_have_the_promised_relation_of_length_and_correctness(fam
         length = np.array([len(text) + 1 for text in texts])
         sizes = np.array([len(FAMILIES[family].prompt(entry)) for entry in entries])
         assert 0.1 < right.mean() < 0.9
-        return length[~right].mean() / length[right].mean(), np.corrcoef(sizes, length)[0, 1], length
+        with_prompt = np.corrcoef(sizes, length)[0, 1] if sizes.std() else 0.0
+        return length[~right].mean() / length[right].mean(), with_prompt, length
 
     wrong_to_right, _, _ = ratio("negatives", wrong=0.6)
     assert wrong_to_right > 1.15
@@ -230,18 +231,22 @@ def test_demonstrations_have_the_promised_relation_of_length_and_correctness(fam
     assert 0.93 < wrong_to_right < 1.07
     assert length.std() / length.mean() > 0.3
     wrong_to_right, with_prompt, _ = ratio("prompts")
-    assert wrong_to_right > 1.1
+    assert wrong_to_right > 1.03
     assert with_prompt > 0.6
 
 
-def test_weak_steps_are_the_ones_at_which_writers_slip():
+def test_weak_facts_are_a_fixed_share_and_err_in_one_way():
     cell = Cell("x", "mod7", "prompts", (1, 1), weak=0.3, weak_slip=0.9, slip=0.0)
-    wrong, seen = Counter(), Counter()
+    wrong, seen, answers = Counter(), Counter(), {}
     rng = random.Random(2)
     for entry in FAMILIES["mod7"].entries(5, 4000, (1, 1)):
         fact = f"{entry['letters']}{entry['first']}"
+        text = demonstration(cell, entry, rng)
         seen[fact] += 1
-        wrong[fact] += not score(cell, demonstration(cell, entry, rng), entry)
+        wrong[fact] += not score(cell, text, entry)
+        answers.setdefault(fact, set()).add(text.rpartition("=")[2])
+    assert {len(a) for fact, a in answers.items() if wrong[fact]} == {2}  # the right one and the habit
+    assert {len(a) for fact, a in answers.items() if not wrong[fact]} == {1}
     shares = {fact: wrong[fact] / seen[fact] for fact in seen}
     assert {round(share) for share in shares.values()} == {0, 1}
     assert 0.1 < np.mean([share > 0.5 for share in shares.values()]) < 0.5

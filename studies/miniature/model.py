@@ -45,12 +45,14 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(shape.width) for _ in range(2))
 
     def forward(self, x: Tensor, cache: Tensor | None = None, start: int = 0) -> Tensor:
-        """x [B, N, width]; with a cache [2, B, H, P+T, D] the new keys and values are written at `start`."""
+        """x [B, N, width]; with a cache [B, P+T, 2, H, D] the new keys and values are written at `start`."""
         rows, length, width = x.shape
-        q, k, v = self.qkv(self.norms[0](x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norms[0](x)).view(rows, length, 3, self.heads, -1)
+        keys_values = qkv[:, :, 1:]
         if cache is not None:
-            cache[0, :, :, start : start + length], cache[1, :, :, start : start + length] = k, v
-            k, v = cache[:, :, :, : start + length]
+            cache[:, start : start + length] = keys_values
+            keys_values = cache[:, : start + length]
+        q, k, v = (part.transpose(1, 2) for part in (qkv[:, :, 0], keys_values[:, :, 0], keys_values[:, :, 1]))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
         return x + self.down(F.relu(self.up(self.norms[1](x))))
@@ -117,35 +119,32 @@ def sample(model: Model, prompt_BP: Tensor, noise_BT: Tensor) -> Rollout:
     whenever they are a quarter of it.
     """
     (rows, width), limit = prompt_BP.shape, noise_BT.shape[1]
-    shape, weight = model.shape, model.head.weight
-    caches = torch.empty(
-        shape.layers, 2, rows, shape.heads, width + limit, shape.width // shape.heads, dtype=weight.dtype
-    )
+    shape, like = model.shape, model.head.weight
     response_BT = torch.full((rows, limit), PAD)
-    log_prob_BT, entropy_BT = torch.zeros(2, rows, limit, dtype=weight.dtype)
-    active, alive = torch.arange(rows), torch.ones(rows, dtype=torch.bool)  # rows in the batch; those not ended yet
+    logits_BTV = like.new_zeros(rows, limit, len(CHARACTERS))
+    cache_size = shape.layers, rows, width + limit, 2, shape.heads, shape.width // shape.heads
+    caches, noise = like.new_empty(cache_size), noise_BT.T.contiguous()
+    active: Tensor | slice = slice(None)  # rows in the batch
+    alive = torch.ones(rows, dtype=torch.bool)  # those of them that have not ended
     ids, start = prompt_BP, 0
     for t in range(limit):
-        log_p = F.log_softmax(model.head(model.hidden(ids, caches, start)[:, -1]), dim=-1)
-        p = log_p.exp()
-        drawn = (p.cumsum(1) < noise_BT[active, t, None]).sum(1).clamp(max=p.shape[1] - 1)
+        logits = model.head(model.hidden(ids, caches, start)[:, -1])
+        drawn = (logits.softmax(1).cumsum(1) < noise[t, :, None]).sum(1).clamp_(max=len(CHARACTERS) - 1)
         response_BT[active, t] = torch.where(alive, drawn, PAD)
-        log_prob_BT[active, t] = torch.where(alive, log_p.gather(1, drawn[:, None])[:, 0], 0.0)
-        entropy_BT[active, t] = torch.where(alive, -(p * log_p).sum(1), 0.0)
-        alive &= drawn != END
+        logits_BTV[active, t] = logits
+        alive = alive & (drawn != END)
         left = int(alive.sum())
         if left == 0:
             break
-        if left <= 0.75 * len(active):
-            active, drawn, caches = active[alive], drawn[alive], caches[:, :, alive]
-            alive = alive[alive]
+        if left <= 0.75 * len(alive):
+            active = torch.arange(rows)[active][alive]
+            drawn, caches, noise, alive = drawn[alive], caches[:, alive], noise[:, alive], alive[alive]
         ids, start = drawn[:, None], width + t
     ended_BT = (response_BT == END).cumsum(1)
     mask_BT = (ended_BT - (response_BT == END).long()) == 0
     longest = int(mask_BT.sum(1).max())
-    return Rollout(
-        response_BT[:, :longest],
-        mask_BT[:, :longest],
-        log_prob_BT[:, :longest],
-        float(entropy_BT.sum() / mask_BT.sum()),
-    )
+    response_BT, mask_BT = response_BT[:, :longest], mask_BT[:, :longest]
+    log_p_BTV = logits_BTV[:, :longest].log_softmax(2)
+    log_prob_BT = torch.where(mask_BT, log_p_BTV.gather(2, response_BT[..., None])[..., 0], 0.0)
+    entropy_BT = torch.where(mask_BT, -(log_p_BTV.exp() * log_p_BTV).sum(2), 0.0)
+    return Rollout(response_BT, mask_BT, log_prob_BT, float(entropy_BT.sum() / mask_BT.sum()))

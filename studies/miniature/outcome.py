@@ -17,6 +17,7 @@ from verl_ba.analysis.estimate import Bootstrap, Estimate
 
 BOOTSTRAP = Bootstrap(10_000, 0)
 PERMUTATIONS = 9999
+LEVEL = 0.05
 HELD, FAILED, UNDECIDED = "held", "failed", "undecided"
 
 
@@ -84,6 +85,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """A claim and what the numbers say to it: HELD, FAILED or UNDECIDED."""
+
+    claim: str
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Rule `a` against rule `b`, in one cell or over several; positive is in favour of a."""
 
@@ -98,9 +107,12 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Of 'a is better than b'."""
-        if self.adjusted >= 0.05 or not (self.difference.low > 0 or self.difference.high < 0):
+        if self.adjusted >= LEVEL or not (self.difference.low > 0 or self.difference.high < 0):
             return UNDECIDED
         return HELD if self.difference.value > 0 else FAILED
+
+    def as_verdict(self, where: str) -> Verdict:
+        return Verdict(f"{self.a} is better than {self.b} {where}: {self.difference.text('+.4f')}", self.verdict)
 
 
 def family(scores: Scores, wanted: Sequence[tuple[str, str, str, Sequence[str]]]) -> list[Comparison]:

@@ -1,26 +1,29 @@
 """The tasks: prompts with checkable answers, and writers whose demonstrations fix how length and correctness go together.
 
-A prompt's steps carry labels A, B, C, … and a response writes, after each label, the step's result and then any number of
-fillers '.', which say nothing: `A4..B2.C5=5`. Only what follows the last '=' is scored. Two writers give the demonstrations
-of the warm start. A careful one; and one that rambles (it opens with '~', writes more fillers, and slips more often if the
-relation is `negatives`). Both slip more often at *weak* steps, a fixed share of all facts: what the model has to find out.
+A response writes, for each step of its prompt, a label A, B, C, …, the step's result, and then any number of fillers '.',
+which say nothing: `A4..B2.C5=5`. Only what follows the last '=' is scored. Two writers give the demonstrations of the warm
+start: a careful one, and one that rambles (it opens with '~' and writes more fillers). Both know a fixed share of all facts
+wrongly: at these *weak* facts they mostly write the same wrong result, which is what the model has to unlearn. Elsewhere they
+slip now and then.
 
 Families:
-    mod7     chains of +, − and * modulo 7, left to right; scored here
-    sums     reasoning-gym's chain_sum, scored by reasoning-gym
-    sorting  reasoning-gym's number_sorting (digits, up or down), scored by reasoning-gym
+    mod7      a value and letters, each a function v -> (m·v + k) mod 7, applied in turn; scored here
+    sorting   reasoning-gym's number_sorting (digits, up or down), scored by reasoning-gym
+    reversal  reasoning-gym's spell_backward, scored by reasoning-gym
+
+The model sees what differs between the prompts of a family, not reasoning-gym's English around it.
 
 Relations:
-    negatives    wrong answers are longer: the rambling writer is the one that slips
-    independent  lengths vary, and the writers slip alike
+    negatives    wrong answers are longer: the rambling writer mostly changes its answer to a wrong one
+    independent  lengths vary, and the two writers are right equally often
     prompts      one writer; prompts have few or many steps, so that the hard ones are the long ones
 """
 
 import functools
+import hashlib
 import json
 import random
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
@@ -36,7 +39,8 @@ class Cell:
     Attributes:
         family, relation: see above.
         steps: fewest and most steps of a prompt.
-        weak: share of facts at which writers slip with probability `weak_slip`, elsewhere `slip`.
+        weak: share of weak facts. There writers err with probability `weak_slip`, always in the same way; elsewhere with
+            probability `slip`, in any way.
         ramble: share of the rambling writer, who in the relation `negatives` ends on a wrong answer with probability `wrong`.
         fillers: mean number after a step, of the careful and of the rambling writer.
         warm_steps: of the supervised warm start.
@@ -57,7 +61,8 @@ class Cell:
     warm_starts: int = 2
 
 
-Slip = Callable[[str], bool]
+Slip = Callable[[str, Sequence[str]], str]
+"""(fact, its right result and then the wrong ones) -> the result that is written."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Family:
     Attributes:
         entries: (seed, size, steps) -> reasoning-gym entries or alike, JSON.
         prompt: the entry in the model's characters.
-        work: (entry, slip, rng) -> results of the steps, and the answer that follows from them.
+        work: (entry, slip) -> results of the steps, and the answer that follows from them.
         score: (response, entry) -> whether the answer is right.
         width: longest prompt of so many steps [characters].
         pad: where a shorter prompt gets its spaces, so that step k is read at the same place in every prompt.
@@ -75,7 +80,7 @@ class Family:
 
     entries: Callable[[int, int, tuple[int, int]], list[dict]]
     prompt: Callable[[dict], str]
-    work: Callable[[dict, Slip, random.Random], tuple[list[str], str]]
+    work: Callable[[dict, Slip], tuple[list[str], str]]
     score: Callable[[str, dict], bool]
     width: Callable[[int], int]
     pad: Callable[[str, int], str] = str.ljust
@@ -108,12 +113,12 @@ def _apply(letter: str, value: int) -> int:
     return (multiplier * value + addend) % 7
 
 
-def _mod7_work(entry: dict, slip: Slip, rng: random.Random) -> tuple[list[str], str]:
+def _mod7_work(entry: dict, slip: Slip) -> tuple[list[str], str]:
     value, results = entry["first"], []
     for letter in entry["letters"]:
-        wrong = slip(f"{letter}{value}")
-        value = (_apply(letter, value) + (rng.randrange(1, 7) if wrong else 0)) % 7
-        results.append(str(value))
+        right = _apply(letter, value)
+        results.append(slip(f"{letter}{value}", [str((right + i) % 7) for i in range(7)]))
+        value = int(results[-1])
     return results, str(value)
 
 
@@ -150,13 +155,13 @@ def _sorting_prompt(entry: dict) -> str:
     return ("<" if entry["metadata"]["direction"] == "ascending" else ">") + "".join(map(str, _digits(entry)))
 
 
-def _sorting_work(entry: dict, slip: Slip, rng: random.Random) -> tuple[list[str], str]:
+def _sorting_work(entry: dict, slip: Slip) -> tuple[list[str], str]:
     direction = entry["metadata"]["direction"]
-    before, digits = direction[0], []
+    before, results = direction[0], []  # wrong digits are 3 and more off: the scorer takes a sorted list that is 1 off
     for digit in sorted(_digits(entry), reverse=direction != "ascending"):
-        digits.append((digit + rng.choice((-1, 1))) % 10 if slip(f"{before}{digit}") else digit)
+        results.append(slip(f"{before}{digit}", [str((digit + i) % 10) for i in (0, 5, 3, 4, 6, 7)]))
         before = str(digit)
-    return list(map(str, digits)), "".join(map(str, digits))
+    return results, "".join(results)
 
 
 def _sorting_score(response: str, entry: dict) -> bool:
@@ -171,12 +176,13 @@ def _reversal_entries(seed: int, size: int, steps: tuple[int, int]) -> list[dict
     return _gym_entries("spell_backward", seed, size, min_word_len=steps[0], max_word_len=steps[1])
 
 
-def _reversal_work(entry: dict, slip: Slip, rng: random.Random) -> tuple[list[str], str]:
-    written, before = [], ""
+def _reversal_work(entry: dict, slip: Slip) -> tuple[list[str], str]:
+    results, before = [], ""
     for letter in reversed(entry["metadata"]["word"].lower()):
-        written.append(rng.choice(ascii_lowercase.replace(letter, "")) if slip(f"{before}{letter}") else letter)
+        at = ascii_lowercase.index(letter)
+        results.append(slip(f"{before}{letter}", ascii_lowercase[at:] + ascii_lowercase[:at]))
         before = letter
-    return written, "".join(written)
+    return results, "".join(results)
 
 
 def _reversal_score(response: str, entry: dict) -> bool:
@@ -206,15 +212,23 @@ FAMILIES = {
 """Every family, by name."""
 
 
+@functools.cache
+def _place(fact: str) -> float:
+    """A number in [0, 1) that depends on nothing else."""
+    return int.from_bytes(hashlib.sha256(fact.encode()).digest()[:4], "big") / 2**32
+
+
 def demonstration(cell: Cell, entry: dict, rng: random.Random) -> str:
     """A response as one of the two writers gives it, without the newline."""
     rambles = cell.relation != "prompts" and rng.random() < cell.ramble
 
-    def slip(fact: str) -> bool:
-        weak = zlib.crc32(f"{cell.family} {fact}".encode()) % 1000 < 1000 * cell.weak
-        return rng.random() < (cell.weak_slip if weak else cell.slip)
+    def slip(fact: str, results: Sequence[str]) -> str:
+        weak = _place(f"{cell.family} {fact}") < cell.weak
+        if rng.random() >= (cell.weak_slip if weak else cell.slip):
+            return results[0]
+        return results[1] if weak else rng.choice(results[1:])
 
-    results, answer = FAMILIES[cell.family].work(entry, slip, rng)
+    results, answer = FAMILIES[cell.family].work(entry, slip)
     if rambles and rng.random() < cell.wrong:
         place = rng.randrange(len(answer))
         others = [c for c in (ascii_lowercase if answer.isalpha() else "0123456") if c != answer[place]]
