@@ -563,3 +563,52 @@ def test_the_limit_of_a_response_holds_every_careful_demonstration():
         rng = random.Random(0)
         long = [len(demonstration(cell, e, rng)) for e in FAMILIES[cell.family].entries(1, 500, cell.steps)]
         assert np.mean(np.array(long) >= LIMIT) < 0.05
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_of_several_needs_all_and_fails_with_one():
+    from studies import report
+
+    assert report._all(["held", "held"], 2) == "held"
+    assert report._all(["held"], 2) == "undecided"
+    assert report._all(["held", "undecided"], 2) == "undecided"
+    assert report._all(["held", "failed", "undecided"], 3) == "failed"
+    assert report._all([], 0) == "undecided"
+
+
+def test_the_report_of_known_rows_says_what_they_carry_and_nothing_without_them(study, monkeypatch):
+    from studies import report
+
+    monkeypatch.setattr(runner, "SCREENING", runner.HERE / "screening.toml")
+    monkeypatch.setattr(outcome, "BOOTSTRAP", outcome.Bootstrap(300, 0))
+    monkeypatch.setattr(outcome, "PERMUTATIONS", 499)
+    text, figures = report.build()
+    assert text.count("Not run.") >= 2
+    assert "The confirmation was not run: nothing is claimed." in text
+    assert not figures
+
+    rng = np.random.default_rng(0)
+    effect = {"pooled-4": 0.04, "token": -0.05, "pooled-16": -0.03}
+    for job in runner.plan("confirmation"):
+        auc = 0.6 + effect.get(job.rule, 0.0) + rng.normal(0, 0.01)
+        curves = {name: [0.1 * i for i in range(13)] for name in ("accuracy", "length", "cut", "entropy")}
+        curves |= {name: [0.1] * 12 for name in ("reward", "drift", "negative_share", "length_+")}
+        curves |= {"length_-": [3.0, None], "cosine": [0.1, None]}
+        numbers = {"auc": auc, "last": auc, "drop": 0.0, "curves": curves, "wall_s": 1.0}
+        runner.append_row(runner.results_path("confirmation"), job.row(protocol="other", commit="abc") | numbers)
+    text, figures = report.build()
+    assert "**The protocol was changed after these runs" in text
+    held, rest = text.split("Held:")[1].split("Failed:")
+    failed, undecided = rest.split("Undecided by these runs:")
+    for other in ("balanced", "token", "sequence"):
+        assert f"pooled-4 is better than {other} over all cells: +0.0" in held
+    assert "pooled-4 is within 0.005 of the better of token and sequence in every cell" in held
+    assert "pooled-16 is within 0.005" in failed
+    assert "pooled-16 reaches the goal" in failed
+    assert "pooled-4's push in the null model" in (undecided if "not run" in text else held + failed + undecided)
+    assert len(figures) == 2
+    first, *others = runner.results_path("confirmation").read_text().splitlines(keepends=True)
+    runner.results_path("confirmation").write_text("".join(others))
+    assert "**Incomplete:" in report.build()[0]

@@ -157,8 +157,8 @@ def commit() -> str:
     return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
 
 
-def protocol_digest(files: Iterable[Path] = GUARDED) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+def protocol_digest() -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in GUARDED)).hexdigest()[:16]
 
 
 def guard(rows: Iterable[dict[str, Any]]) -> str:
