@@ -49,6 +49,7 @@ MEASURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "negative_share": ("weight of negatives", _curve("negative_share", EVERY)),
     "cosine": ("cosine of the signs", _curve("cosine", EVERY)),
     "wall_s": ("run [s]", lambda row: row["wall_s"]),
+    "cpu_s": ("CPU [s]", lambda row: row.get("cpu_s", math.nan)),
 }
 """Name -> column title, value of a row. nan where a run has none, e.g. no wrong response in the last stretch."""
 
