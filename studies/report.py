@@ -403,6 +403,7 @@ def differences_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequ
                     axis.plot(d.value, at, "o", color=SERIES[0], markersize=6)
             axis.axvline(0, color=INK, linewidth=1)
             axis.set(title=cell, ylim=(len(others) - 0.5, -0.5))
+            axis.locator_params(axis="x", nbins=4)
             axis.set_yticks(range(len(others)), others if axis is axes[0] else [""] * len(others))
         axes[len(cells) // 2].set_xlabel("area less balanced's, paired by seed, 95% intervals")
     return Figure(f"miniature-{stage}-differences", drawing, f"{stage}: area of every rule less that of balanced")

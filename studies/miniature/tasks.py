@@ -15,7 +15,8 @@ The model sees what differs between the prompts of a family, not reasoning-gym's
 
 Relations:
     negatives    wrong answers are longer: the rambling writer mostly changes its answer to a wrong one
-    independent  lengths vary, and the two writers are right equally often
+    independent  lengths vary, and the two writers are right equally often; all fillers stand before the first step, since
+                 between two steps they make it harder to find the last result
     prompts      one writer; prompts have few or many steps, so that the hard ones are the long ones
 """
 
@@ -234,12 +235,14 @@ def demonstration(cell: Cell, entry: dict, rng: random.Random) -> str:
         others = [c for c in (ascii_lowercase if answer.isalpha() else "0123456") if c != answer[place]]
         answer = answer[:place] + rng.choice(others) + answer[place + 1 :]
     more = 1 - 1 / (1 + cell.fillers[rambles])  # of a geometric number of fillers
-    parts = ["~"] if rambles else []
+    parts = []
     for label, result in zip(LABELS, results, strict=False):
         parts.append(label + result)
         while rng.random() < more:
             parts.append(".")
-    return "".join(parts) + "=" + answer
+    if cell.relation == "independent":
+        parts.sort(key=lambda part: part != ".")  # fillers first
+    return "~" * rambles + "".join(parts) + "=" + answer
 
 
 def score(cell: Cell, response: str, entry: dict) -> bool:
