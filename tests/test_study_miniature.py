@@ -236,7 +236,7 @@ def test_demonstrations_have_the_promised_relation_of_length_and_correctness(fam
         with_prompt = np.corrcoef(sizes, length)[0, 1] if sizes.std() else 0.0
         return length[~right].mean() / length[right].mean(), with_prompt, length
 
-    wrong_to_right, _, _ = ratio("negatives", wrong=0.6)
+    wrong_to_right, _, _ = ratio("negatives", wrong=0.9)
     assert wrong_to_right > 1.15
     wrong_to_right, _, length = ratio("independent")
     assert 0.93 < wrong_to_right < 1.07
