@@ -168,8 +168,38 @@ def screening_section(document: dict[str, Any], rows: Rows) -> str:
     done = {runner.key_of(row) for row in rows} & {job.key for job in planned}
     lines += [f"{len(done)} of {len(planned)} runs done.", ""]
     lines += [means_table(rows, cells, list(RULES), lr, "auc", ".3f")]
-    lines += [_against_table(rows, cells, lr), _sweep_table(rows, table), measures_table(rows, cells, list(RULES), lr)]
+    lines += [
+        _against_table(rows, cells, lr),
+        _sweep_table(rows, table),
+        _choice_sentence(rows, table),
+        measures_table(rows, cells, list(RULES), lr),
+    ]
     return "\n".join(lines)
+
+
+POOLED = ("pooled-1", "pooled-4", "pooled-16", "pooled-auto")
+TIE = 0.002
+
+
+def choice(rows: Rows, table: dict[str, Any]) -> tuple[float, str] | None:
+    """What the screening hands to the confirmation: the learning rate at which the main rules are best on average, and the
+    strength of partial pooling with the largest area at that of the screening, pooled-4 if it is within TIE of it. None
+    while a cell has no seed that all of them have."""
+    rules, cells = table["sweep"]["rules"], table["cells"]
+    by_lr = {lr: Scores(rows, "auc", lr).array(cells, rules) for lr in (*table["sweep"]["lr"], table["lr"])}
+    pooled = Scores(rows, "auc", table["lr"]).array(cells, POOLED)
+    if not len(pooled) or not all(len(array) for array in by_lr.values()):
+        return None
+    areas = dict(zip(POOLED, pooled.mean(axis=(0, 1)), strict=True))
+    best = max(areas, key=lambda rule: areas[rule])
+    return max(by_lr, key=lambda lr: by_lr[lr].mean()), "pooled-4" if areas["pooled-4"] >= areas[best] - TIE else best
+
+
+def _choice_sentence(rows: Rows, table: dict[str, Any]) -> str:
+    chosen = choice(rows, table)
+    if chosen is None:
+        return "Too few runs to choose a learning rate and a strength of pooling.\n"
+    return f"By the rule of `studies.report.choice`: learning rate {chosen[0]:g}, candidate `{chosen[1]}`.\n"
 
 
 def _against_table(rows: Rows, cells: Sequence[str], lr: float) -> str:

@@ -591,6 +591,22 @@ def test_a_verdict_of_several_needs_all_and_fails_with_one():
     assert report._all([], 0) == "undecided"
 
 
+def test_the_screening_chooses_by_its_rule():
+    from studies import report
+
+    table = {"cells": ["a", "b"], "lr": 1e-3, "sweep": {"rules": ["x", "y"], "lr": [1e-2]}}
+
+    def rows(**effect):
+        pooled = {"pooled-1": 0.0, "pooled-4": 0.0, "pooled-16": 0.0, "pooled-auto": 0.0, "x": 0.0, "y": 0.0}
+        found = rows_of({**pooled, **{k.replace("_", "-"): v for k, v in effect.items()}}, seeds=4, spread=0.0)
+        other = [row | {"lr": 1e-2, "auc": row["auc"] + 0.01} for row in found if row["rule"] in ("x", "y")]
+        return found + other
+
+    assert report.choice(rows(pooled_16=0.001), table) == (1e-2, "pooled-4")
+    assert report.choice(rows(pooled_16=0.003), table) == (1e-2, "pooled-16")
+    assert report.choice([row for row in rows() if row["lr"] == 1e-3], table) is None
+
+
 def test_the_report_of_known_rows_says_what_they_carry_and_nothing_without_them(study, monkeypatch):
     from studies import report
 
