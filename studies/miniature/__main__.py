@@ -16,7 +16,12 @@ def _run(stage: str) -> None:
     except (KeyboardInterrupt, SystemExit):
         typer.echo(f"{stage}: stopped; the same command goes on where it was", err=True)
         raise typer.Exit(130) from None
-    typer.echo(f"{len(rows)} rows in {results_path(stage)}")
+    from studies.report import means_table
+
+    cells, rules = (list(dict.fromkeys(row[key] for row in rows)) for key in ("cell", "rule"))
+    for lr in sorted({row["lr"] for row in rows}):
+        typer.echo(f"Learning rate {lr:g}\n\n{means_table(rows, cells, rules, lr, 'auc', '.3f')}")
+    typer.echo(f"{len(rows)} rows in {results_path(stage)}; python -m studies.report writes the report")
 
 
 @app.command()
@@ -33,7 +38,7 @@ def confirm() -> None:
 
 @app.command()
 def quick() -> None:
-    """A few runs, to see that all works."""
+    """A few short runs, to see that all works. They are in no report."""
     _run("quick")
 
 
