@@ -1,7 +1,7 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions recipes-check recipes-smoke lint format bench study study-screen study-quick \
-  doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions recipes-check recipes-smoke lint format bench \
+  study study-screen study-quick study-null study-map doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,6 +53,12 @@ study-screen: setup  ## its screening: every rule, six cells, four seeds; resume
 
 study-quick: setup  ## a few short runs of it
 	@$(PY) -m studies.miniature quick
+
+study-null: setup  ## push on length of every rule where length and correctness are independent (a minute and a half)
+	@OMP_NUM_THREADS=1 $(PY) -m studies.null_length_bias
+
+study-map: setup  ## where a rule's bias stands out of the noise, or a run's place there (two minutes)  [REPORT=analyze.json]
+	@OMP_NUM_THREADS=1 $(PY) -m studies.scale $(if $(REPORT),--from $(REPORT))
 
 doctor: setup  ## what is installed, and does it attach
 	@$(BIN)/verl-ba doctor

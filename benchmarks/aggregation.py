@@ -6,6 +6,9 @@ tensors; runs alternate, so a drifting machine slows both alike, and the ratio i
 The update: what the mode adds to it is `batch_mean_length` once and the difference of the losses in every micro-batch. Both
 are measured and divided by the time of the forward and backward passes of the demo's model, the smallest there is: under
 any larger model the share is smaller.
+
+The metrics under `balance/`: what is computed once per update from its gathered rows, the gathering (which our modes need
+anyway), and what the split by sign adds to the losses of all micro-batches.
 """
 
 import functools
@@ -13,6 +16,7 @@ import os
 import socket
 import statistics
 import time
+import types
 import uuid
 
 import torch
@@ -115,6 +119,70 @@ def update_lengths(responses: int, tokens: int, form: str, rank: int = 0, ranks:
     return best
 
 
+def metrics_once(responses: int, sessions: bool) -> float:
+    """Milliseconds of the metrics of whole groups of an update, from rows that are gathered already; best of 5."""
+    from verl_ba.diagnostics import Update, update_metrics
+
+    uid = [str(uuid.uuid4()) for _ in range(responses // GROUP)] * GROUP
+    order = torch.randperm(responses).tolist()
+    sign, length = torch.randint(-1, 2, (responses,)), torch.randint(1, 8192, (responses,))
+    count = torch.zeros(responses, 3, dtype=torch.long).scatter_(1, sign[:, None] + 1, length[:, None])
+    size = torch.rand(responses, dtype=torch.float64)
+    session = [str(i) for i in range(responses)] if sessions else None
+    update = Update([uid[i] for i in order], session, count, size, slice(0, responses))
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        update_metrics(update, "balanced")
+        best = min(best, time.perf_counter() - start)
+    return 1e3 * best
+
+
+def gathering(responses: int, tokens: int) -> float:
+    """Milliseconds to count and collect the rows of an update in one process, best of 5."""
+    from verl_ba.hooks import gather_update
+
+    data = batch(responses, tokens, "response", 0, 1)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        gather_update("balanced", data, None)
+        best = min(best, time.perf_counter() - start)
+    return 1e3 * best
+
+
+def by_sign(responses: int, tokens: int) -> float:
+    """Milliseconds that the split by sign adds to the losses of an update of `responses`, median of 50 micro-batches."""
+    from verl_ba import diagnostics
+
+    length = torch.randint(tokens // 8, tokens + 1, (MICRO_BATCH,))
+    mask, loss = torch.arange(tokens)[None] < length[:, None], torch.randn(MICRO_BATCH, tokens)
+    arguments = {
+        "advantages": advantages(MICRO_BATCH, tokens, "response").contiguous(),
+        "log_prob": torch.randn(MICRO_BATCH, tokens),
+        "old_log_prob": torch.randn(MICRO_BATCH, tokens),
+        "config": types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28),
+    }
+    weight = 1 / length
+    like = Sum(value=0.0)
+    seconds = []
+    for _ in range(50):
+        start = time.perf_counter()
+        with diagnostics.training(), diagnostics.record(entropy=False) as record:  # noqa: SIM117
+            with diagnostics.policy_loss("vanilla", (), arguments):
+                diagnostics.see(loss, mask, lambda matrix: (torch.where(mask, matrix, 0.0).sum(1) * weight).sum())
+        record.metrics(like)
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds) * responses / MICRO_BATCH
+
+
+class Sum:
+    """In the place of verl's class for a metric."""
+
+    def __init__(self, value: float, aggregation: str = "sum") -> None:
+        self.value, self.aggregation = value, aggregation
+
+
 def rank_main(rank: int, port: int, responses: int, tokens: int, form: str, seconds) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -186,6 +254,16 @@ def main(
         share = (max(one, two) + micro_batches * more) / model
         numbers = (one, two, micro_batches * more)
         table.add_row(form, *(f"{n:.3f}" for n in numbers), f"{model:.0f}", f"{share:.3%}")
+    console.print(table)
+
+    table = Table(
+        "once per update", "with sessions", "gathering (one process)", "by sign, all losses", "by sign / passes",
+        title=f"metrics under balance/ of an update of {update:,} responses of up to {update_tokens} tokens \\[ms]",
+    )  # fmt: skip
+    once, sessions = metrics_once(update, False), metrics_once(update, True)
+    signs = by_sign(update, update_tokens)
+    numbers = (once, sessions, gathering(update, update_tokens), signs)
+    table.add_row(*(f"{n:.0f}" for n in numbers), f"{signs / 1e3 / model:.2%}")
     console.print(table)
 
 

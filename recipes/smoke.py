@@ -21,15 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from verl_ba.analysis.runs import ARM_MODES as ARMS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RECIPES = ("qwen2.5_math_7b_dapo17k", "qwen2.5_math_7b_polaris", "qwen3_1.7b_dapo17k", "qwen3_1.7b_polaris")
-ARMS = {
-    "balanced": "balanced",
-    "sequence": "seq-mean-token-mean",
-    "token": "group-mean-token-mean",
-    "verl-token": "token-mean",
-}
 BENCHMARKS = ("math500", "aime24", "aime25", "olympiadbench", "minerva", "livecodebench")
 SMALL_AIME = {"aime24": 3, "aime25": 3}
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)

@@ -39,6 +39,7 @@ class Batch:
         self.length = self.length.double()
         self.filled = (self.length > 0).double()
         self.cell = self.group * 3 + self.sign + 1
+        self.fitted: dict[int, tuple[Tensor, Tensor]] = {}  # `effects`, by the number of sweeps: several rules ask
 
     def mean_over(self, label: Tensor, value: Tensor | None = None) -> Tensor:
         """For each response the mean of `value` (lengths) over the responses of its label that are not empty: [B]."""
@@ -84,6 +85,8 @@ def effects(batch: Batch, sweeps: int = SWEEPS) -> tuple[Tensor, Tensor]:
 
     b is scaled to a geometric mean of 1 over the positive and negative sign, where both occur.
     """
+    if sweeps in batch.fitted:
+        return batch.fitted[sweeps]
     a, b = torch.ones_like(batch.length), torch.ones_like(batch.length)
     sign = batch.sign + 1
     for _ in range(sweeps):
@@ -94,7 +97,8 @@ def effects(batch: Batch, sweeps: int = SWEEPS) -> tuple[Tensor, Tensor]:
     if all(len(value) for value in signed.values()):
         scale = (signed[-1] * signed[1]).sqrt()
         a, b = a * scale, b / scale
-    return _filled(a), b
+    batch.fitted[sweeps] = _filled(a), b
+    return batch.fitted[sweeps]
 
 
 def _filled(mean: Tensor) -> Tensor:

@@ -17,6 +17,17 @@ def prepared():
     return prepare(RECIPES.parent / ".cache")
 
 
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """A process group of one, as verl's worker needs it."""
+    import torch
+
+    store = f"file://{tmp_path_factory.mktemp('gloo') / 'store'}"
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=store)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platform
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Processes that tests start import verl, too: less garbage collection while they do (see the file there).

@@ -7,8 +7,11 @@ import sys
 import torch
 import verl  # noqa: F401  loads the plugin, as in any verl process
 import verl_harness as harness
+from verl.utils.metric import reduce_metrics
 
 from verl_ba import releases
+from verl_ba.aggregation import MODES
+from verl_ba.balance import SIGN_METRICS, balance_metrics
 
 
 def settings():
@@ -21,6 +24,23 @@ def settings():
     for form, layout in itertools.product(("token", "sessions"), releases.current().layouts):
         yield form, "balanced", layout, 1, 1, 1, False
         yield form, "balanced", layout, 2, None, 2, True
+    for mode, layout in itertools.product(("token-mean", "seq-mean-token-sum"), releases.current().layouts):
+        yield "response", mode, layout, 2, None, 2, True  # only what is logged is ours
+
+
+def metrics_error(rollouts: harness.Rollouts, mode: str, metrics: dict, form: str) -> float:
+    """How far `balance/…` of this rank is from the numbers of the whole batch, and its parts from verl's policy loss."""
+    logged = reduce_metrics({k: v for k, v in metrics.items() if k.startswith("balance/") or k == "actor/pg_loss"})
+    expected = {}
+    if form == "response":
+        sign = torch.where(rollouts.mask.any(1), rollouts.advantage.sign(), 0)
+        active = mode if mode in MODES else "token-mean"
+        expected = balance_metrics(
+            rollouts.mask.sum(1), rollouts.uid, sign, rollouts.advantage, rollouts.session or None, active_mode=active
+        )
+    assert set(logged) == {*expected, *(f"balance/{m.name}" for m in SIGN_METRICS), "actor/pg_loss"}, sorted(logged)
+    parts = sum(logged[f"balance/pg_loss/{sign}"] for sign in ("negative", "zero", "positive"))
+    return max(abs(parts - logged["actor/pg_loss"]), *(abs(logged[k] - v) for k, v in expected.items()), 0.0)
 
 
 def make_rollouts(form: str, world: int) -> harness.Rollouts:
@@ -45,6 +65,13 @@ def main() -> None:
         worker = harness.make_worker(rollouts, config, micro, max_tokens=24)
         mini = rows // mini_batches
         metrics = harness.update(worker, harness.to_tensordict(rollouts, mine, layout), mini, epochs, shuffle)
+        error = metrics_error(rollouts, mode, metrics, form)
+        errors = [0.0] * world
+        torch.distributed.all_gather_object(errors, error)
+        record = {"setting": [form, mode, layout, mini_batches, micro, epochs, shuffle], "metrics_error": max(errors)}
+        if mode not in MODES:
+            print(json.dumps(record) if rank == 0 else "", flush=True)
+            continue
         theta = rollouts.theta.clone().requires_grad_()
         expected = harness.expected_loss(rollouts, mode, theta, config, mini)
         (gradient,) = torch.autograd.grad(expected, theta)
@@ -52,20 +79,27 @@ def main() -> None:
         error = ((got - gradient.flatten()).abs().max() / gradient.abs().max()).item()
         logged = sum(metrics["loss"]) / epochs
         if rank == 0:
-            record = {
-                "setting": [form, mode, layout, mini_batches, micro, epochs, shuffle],
+            record |= {
                 "gradient_error": error,
                 "logged": logged,
                 "expected": expected.item(),
                 "updates": len(worker.engine.gradients),
             }
             print(json.dumps(record), flush=True)
+    # Under verl's own modes a rank without uid costs metrics of whole groups, on every rank, and nobody waits for it.
+    data = harness.to_tensordict(rollouts, mine, "padded")
+    if rank == world - 1:
+        data.pop("uid")
+    worker = harness.make_worker(rollouts, harness.make_actor_config("token-mean"), micro, max_tokens=24)
+    metrics = harness.update(worker, data, mini)
+    print(f"rank {rank}: {sorted(key for key in metrics if key.startswith('balance/'))}", flush=True)
     # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left.
     data = harness.to_tensordict(rollouts, mine, "padded")
     if rank == world - 1:
         data.pop("uid")
+    worker = harness.make_worker(rollouts, harness.make_actor_config("balanced"), micro, max_tokens=24)
     try:
-        worker.train_mini_batch(data)
+        harness.update(worker, data, mini)
     except KeyError as error:
         print(f"rank {rank}: {error}", flush=True)
     torch.distributed.destroy_process_group()

@@ -75,6 +75,20 @@ def test_a_dump_of_the_legacy_trainer_groups_by_prompt_and_step(tmp_path):
     assert got.group_place == ["9.jsonl:1", "9.jsonl:2", "10.jsonl:1", "10.jsonl:2"]
 
 
+def test_the_length_that_training_used_is_taken_by_default_and_padding_rows_are_no_prompts(tmp_path):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    extra = {"uid": ["a_0_0", "a_1_0", "b_0_0", "b_1_0", "pad7_0_0"], "response_length": [3, 5, 4, 0, 0]}
+    scores = [1.0, 0.0, 1.0, 0.0, 0.0]
+    PPOTrainer._write_generations(["p"] * 5, ["text"] * 5, [None] * 5, scores, extra, str(tmp_path), 1)
+    read = read_rollouts(find_files(tmp_path))
+    assert read.length.tolist() == [3, 5, 4, 0, 0]
+    assert read.problems.counts == {}
+    step = weighing.weigh(read, resamples=10).steps[1]
+    assert [step[name].value for name in ("groups", "groups_mixed", "groups_without_variance")] == [2, 0.5, 0.5]
+    assert step["empty_responses"].value == 2
+
+
 def test_plain_lines_with_chat_prompts_and_a_named_length(tmp_path):
     chat = [{"role": "user", "content": "2+2"}]
     lines = [

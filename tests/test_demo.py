@@ -15,9 +15,11 @@ import summary
 from manifest import flatten
 from omegaconf import OmegaConf
 
+from verl_ba.analysis.runs import ARM_MODES
+
 ROOT = Path(__file__).parents[1]
 PATHS = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]
-ARMS = ("balanced", "token", "sequence", "verl-token")
+ARMS = tuple(ARM_MODES)
 
 
 def entries(size=30):

@@ -17,11 +17,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from verl_ba.analysis.runs import ARM_MODES as ARMS
+
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "recipes" / "config"
 MODELS, DATASETS = ("qwen2.5_math_7b", "qwen3_1.7b"), ("dapo17k", "polaris")
 RECIPES = [f"{model}_{dataset}" for model, dataset in itertools.product(MODELS, DATASETS)]
-ARMS = ("balanced", "sequence", "token", "verl-token")
 CLUSTERS = ("1x8x80gb", "2x8x80gb", "4x8x80gb", "1x4x80gb", "1x1x141gb")
 SMALL = ("1x4x80gb", "1x1x141gb")  # for the 1.7B model
 
@@ -63,12 +64,11 @@ def test_arms_differ_in_one_key(composed, recipe):
         different = differing(composed(recipe, "balanced"), composed(recipe, arm)) - NAMES
         # the critic's key follows by interpolation, and GRPO has no critic
         assert different <= {"actor_rollout_ref.actor.loss_agg_mode", "critic.loss_agg_mode"}
-    assert modes == {
-        "balanced": "balanced",
-        "sequence": "seq-mean-token-mean",
-        "token": "group-mean-token-mean",
-        "verl-token": "token-mean",
-    }
+    assert modes == ARMS
+
+
+def test_every_arm_is_known_to_the_comparison_of_runs():
+    assert {path.stem for path in (CONFIG / "arm").glob("*.yaml")} == set(ARMS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

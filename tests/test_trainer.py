@@ -5,7 +5,7 @@ On policy (one mini-batch a step), with GRPO advantages and binary rewards, the 
 """
 
 import pytest
-from trainer_run import launch, pg_losses
+from trainer_run import check_parts_by_sign, deviation_from_the_dump, launch, pg_losses
 
 pytestmark = pytest.mark.trainer
 
@@ -18,12 +18,22 @@ def test_v1_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
     for rank in range(2):  # each worker says once what is attached
         line = f"[verl_ba] rank {rank}: actor_rollout_ref.actor.loss_agg_mode=balanced; verl_ba"
         assert result.stdout.count(line) == 1
+    assert deviation_from_the_dump(tmp_path, "balanced", steps) <= 1e-6
+    check_parts_by_sign(steps)
+    assert all(step[f"balance/entropy/{sign}"] > 0 for step in steps for sign in ("negative", "positive"))
 
 
 def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
-    """The control: the same check can fail."""
-    losses = pg_losses(*launch(prepared, tmp_path, "verl-token"))
-    assert min(losses) > 1e-3
+    """The control: the same check can fail. And verl's own modes log the same numbers."""
+    result, steps = launch(prepared, tmp_path, "verl-token")
+    assert min(pg_losses(result, steps)) > 1e-3
+    assert deviation_from_the_dump(tmp_path, "verl-token", steps) <= 1e-6
+    check_parts_by_sign(steps)
+    for step in steps:
+        assert step["balance/active/moved"] == 0 < step["balance/balanced/moved"]
+        share = step["balance/pg_loss/negative"] / (step["balance/pg_loss/negative"] - step["balance/pg_loss/positive"])
+        assert step["balance/active/gradient_share_negative"] == pytest.approx(share, abs=1e-4)  # on policy
+    assert "no balance/… metrics" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,8 @@ def test_balanced_is_zero_on_policy_beside_a_kl_term(prepared, tmp_path, overrid
     result, steps = launch(prepared, tmp_path, "balanced", "actor_rollout_ref.actor.use_kl_loss=True", *overrides)
     assert max(pg_losses(result, steps)) <= 1e-6
     assert steps[-1]["actor/kl_loss"] > 0
+    assert deviation_from_the_dump(tmp_path, "balanced", steps) <= 1e-6
+    check_parts_by_sign(steps)
 
 
 def test_v1_trainer_takes_advantages_that_change_sign_within_a_response(prepared, tmp_path):
@@ -64,6 +76,11 @@ def test_v1_trainer_takes_advantages_that_change_sign_within_a_response(prepared
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
     )
     assert min(pg_losses(result, steps)) > 1e-3  # no cancellation: signs are a token's, not a response's
+    for step in steps:
+        parts = [step[f"balance/pg_loss/{sign}"] for sign in ("negative", "zero", "positive")]
+        assert sum(parts) == pytest.approx(step["actor/pg_loss"], abs=1e-6)
+        assert "balance/responses" not in step
+    assert result.stdout.count("no balance/… metrics of whole groups: advantages change sign within a response") > 0
 
 
 @pytest.mark.parametrize(

@@ -17,35 +17,31 @@ import pytest
 import torch
 import verl  # loads the plugin, as in any verl process
 import verl_harness as harness
+from tensordict import NonTensorStack, TensorDict
 
-from verl_ba import hooks, releases, support
-from verl_ba.aggregation import MODES
+from verl_ba import diagnostics, hooks, releases, support
+from verl_ba.aggregation import ALL_MODES, MODES
+from verl_ba.balance import METRICS
 
 ERRORS = hooks.load_seam_modules()
 RELEASE = releases.current()
 SEAMS = [seam for seam in hooks.seams() if seam.module not in ERRORS]
 from verl.trainer.ppo import core_algos  # noqa: E402
+from verl.utils import py_functional  # noqa: E402
 from verl.utils.config import validate_config  # noqa: E402
+from verl.utils.metric import reduce_metrics  # noqa: E402
 from verl.workers import engine_workers  # noqa: E402
 from verl.workers.utils import losses  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process(tmp_path_factory):
-    torch.distributed.init_process_group(
-        "gloo", rank=0, world_size=1, init_method=f"file://{tmp_path_factory.mktemp('gloo') / 'store'}"
-    )
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
-def run_balanced():
-    """Build the actor's config and run one update, as a training worker does; its rollouts, config and worker."""
+def run(mode="balanced", layout="padded", mini_batches=1):
+    """Build the actor's config and run one update, as a training worker does; its rollouts and metrics."""
     rollouts = harness.make_rollouts(seed=1, groups=4, size=4)
-    config = harness.make_actor_config("balanced")
-    worker = harness.make_worker(rollouts, config, micro_batch=2, max_tokens=24)
-    harness.update(worker, harness.to_tensordict(rollouts, list(range(16)), "padded"), 16)
-    return rollouts, config, worker
+    worker = harness.make_worker(rollouts, harness.make_actor_config(mode), micro_batch=2, max_tokens=24)
+    data = harness.to_tensordict(rollouts, list(range(16)), layout)
+    return rollouts, harness.update(worker, data, 16 // mini_batches)
 
 
 def test_every_seam_attaches(capfd):
@@ -91,9 +87,7 @@ def test_every_user_of_agg_loss_in_verls_sources_is_known():
     assert users <= known, users - known
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name.removeprefix("verl."))
-def test_a_worker_without_a_seam_raises(monkeypatch, seam):
-    run_balanced()  # with all of them it runs
+def take_away(monkeypatch, seam) -> None:
     owner, _, attribute = seam.attribute.rpartition(".")
     module = sys.modules[seam.module]
     ours, original = hooks._resolve(module, seam.attribute), hooks._originals[seam.name]
@@ -101,12 +95,25 @@ def test_a_worker_without_a_seam_raises(monkeypatch, seam):
     if seam.everywhere:
         for other, key, _ in hooks._bindings({id(ours)}):
             monkeypatch.setattr(other, key, original)
+
+
+@pytest.mark.parametrize("seam", [s for s in SEAMS if s.logs], ids=lambda seam: seam.name.removeprefix("verl."))
+def test_a_worker_without_a_seam_of_the_log_trains(monkeypatch, seam):
+    take_away(monkeypatch, seam)
+    assert hooks.seam_fault(seam)
+    run()
+
+
+@pytest.mark.parametrize("seam", [s for s in SEAMS if not s.logs], ids=lambda seam: seam.name.removeprefix("verl."))
+def test_a_worker_without_a_seam_raises(monkeypatch, seam):
+    run()  # with all of them it runs
+    take_away(monkeypatch, seam)
     expected = {
         "ActorConfig.__post_init__": "Invalid loss_agg_mode: balanced",  # verl's own words
         "TrainingWorker.train_mini_batch": "the update must go through TrainingWorker.train_mini_batch",
     }.get(seam.attribute, f"not completely attached to verl {RELEASE.version}.*{seam.name}")
     with pytest.raises((ValueError, hooks.SeamError), match=f"(?s){expected}"):
-        run_balanced()
+        run()
 
 
 def test_a_process_without_any_seam_refuses_the_mode(monkeypatch):
@@ -120,6 +127,79 @@ def test_config_accepts_our_modes_and_names_an_unknown_one():
         assert harness.make_actor_config(mode).loss_agg_mode == mode
     with pytest.raises(ValueError, match=r"actor_rollout_ref.actor.loss_agg_mode='balance'.*token-mean.*balanced"):
         harness.make_actor_config("balance")
+
+
+@pytest.mark.parametrize("mode", ["balanced", "token-mean", "seq-mean-token-sum"])
+def test_every_metric_is_logged_under_its_own_name(mode):
+    for layout in RELEASE.layouts:
+        rollouts, metrics = run(mode, layout, mini_batches=2)
+        logged = reduce_metrics(py_functional.rename_dict(metrics, "actor/"))
+        parts = [logged[f"balance/pg_loss/{sign}"] for sign in diagnostics.SIGN_NAMES]
+        assert sum(parts) == pytest.approx(logged["actor/pg_loss"], rel=1e-6)
+        assert logged["balance/responses"] == rollouts.mask.any(1).sum()
+        modes = ("active", *ALL_MODES)
+        assert {name for name in logged if "balance/" in name} == {
+            f"balance/{m.name.replace('<mode>', other)}" for m in METRICS for other in modes
+        }
+    for name, module in list(sys.modules.items()):  # the trainers' own copies
+        if name.startswith("verl.") and hasattr(module, "rename_dict"):
+            assert module.rename_dict({"balance/groups": 1, "loss": 2}, "actor/") == {
+                "balance/groups": 1,
+                "actor/loss": 2,
+            }
+
+
+@pytest.mark.parametrize("seam", [s for s in SEAMS if s.wrap is hooks._wrap_log_rollout_data], ids=lambda s: s.module)
+def test_a_dump_from_transfer_queue_has_the_lengths_of_the_final_mask(monkeypatch, seam):
+    import transfer_queue
+
+    written = []
+
+    class Trainer:
+        tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: "text")
+
+        def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
+            written.append((reward_extra_infos_dict, dump_path))
+
+    def nested(*rows):
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    ids = nested([1, 2, 3], [4, 5], [6])
+    fields = {"prompts": ids, "responses": ids, "rm_scores": torch.ones(3, 3)}
+    fields["response_mask"] = nested([1, 0, 1], [1, 1], [0])
+    rows = TensorDict(fields, batch_size=3)
+    rows["uid"] = NonTensorStack("b", "a", "pad")
+    monkeypatch.setattr(
+        transfer_queue,
+        "kv_batch_get",
+        lambda keys, partition_id, select_fields: rows.select(*select_fields, strict=False),
+    )
+    batch = SimpleNamespace(keys=["b_0_0", "a_0_0", "pad_0_0"], partition_id="train")
+    log = getattr(sys.modules[seam.module], seam.attribute.partition(".")[0])._log_rollout_data
+    log(Trainer(), batch, {}, "folder")
+    assert written == [({"uid": ["a_0_0", "b_0_0", "pad_0_0"], "response_length": [2, 2, 0]}, "folder")]
+
+
+def test_a_dump_of_the_legacy_trainer_has_uids_and_the_lengths_of_the_final_mask():
+    import numpy as np
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    written = []
+
+    class Trainer:
+        tokenizer = SimpleNamespace(batch_decode=lambda ids, skip_special_tokens: ["text"] * len(ids))
+
+        def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
+            written.append((reward_extra_infos_dict, dump_path))
+
+    mask = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
+    tensors = {"prompts": mask, "responses": mask, "response_mask": mask, "token_level_scores": mask.float()}
+    uid = np.array(["a", "b", "a"], dtype=object)
+    batch = DataProto.from_single_dict({**tensors, "uid": uid})
+    RayPPOTrainer._log_rollout_data(Trainer(), batch, {"acc": [1, 0, 0]}, {}, "folder")
+    expected = {"acc": [1, 0, 0], "response_length": [2, 3, 0], "uid": ["a_0_0", "b_0_0", "a_1_0"]}
+    assert written == [(expected, "folder")]
 
 
 def policy_loss_under(mode, name) -> float:

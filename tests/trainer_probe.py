@@ -30,8 +30,8 @@ def _column(data, name: str) -> list:
 
 
 @functools.wraps(batch_mean_length := hooks.batch_mean_length)
-def _batch_mean_length(mode, data, group):
-    column = batch_mean_length(mode, data, group)
+def _batch_mean_length(mode, data, group, update=None):
+    column = batch_mean_length(mode, data, group, update)
     _write(
         event="update",
         mode=mode,
@@ -46,15 +46,14 @@ def _batch_mean_length(mode, data, group):
 
 @functools.wraps(aggregate := hooks.aggregate)
 def _aggregate(token_loss_BT, mask_BT, mean_length_B, num_responses, dp_size=1):
-    with torch.no_grad():
-        row_loss = token_loss_BT.double().masked_fill(~mask_BT.bool(), 0.0).sum(1)
-    _write(
-        event="loss",
-        row_loss=row_loss.tolist(),
-        length=mask_BT.sum(1).tolist(),
-        column=mean_length_B.tolist(),
-        num_responses=int(num_responses),
-    )
+    if torch.is_grad_enabled():  # without: a part of the same loss, for what is logged
+        _write(
+            event="loss",
+            row_loss=token_loss_BT.detach().double().masked_fill(~mask_BT.bool(), 0.0).sum(1).tolist(),
+            length=mask_BT.sum(1).tolist(),
+            column=mean_length_B.tolist(),
+            num_responses=int(num_responses),
+        )
     return aggregate(token_loss_BT, mask_BT, mean_length_B, num_responses, dp_size)
 
 

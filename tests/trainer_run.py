@@ -53,6 +53,37 @@ def launch(prepared, results, arm, *overrides, **variables) -> tuple[subprocess.
     return result, metrics_of(results, arm)
 
 
+def deviation_from_the_dump(results, arm, steps) -> float:
+    """The largest difference between what `verl-ba analyze` says of the run's dump, step by step, and what was logged.
+
+    Over every number that both have under the same definition: shares of responses and of gradient weight, lengths and
+    gaps, tilts; under every mode.
+    """
+    run = results / "demo" / f"{arm}-seed1"
+    command = [sys.executable, "-m", "verl_ba.cli", "analyze", str(run / "rollouts"), "--out", str(run / "analysis")]
+    subprocess.run([*command, "--resamples", "2"], cwd=ROOT, check=True, capture_output=True)
+    analysed = json.loads((run / "analysis" / "analyze.json").read_text())["weighing"]["steps"]
+    assert len(analysed) == len(steps)
+    worst, shares = 0.0, 0
+    for step in steps:
+        for name, estimate in analysed[str(step["training/global_step"])].items():
+            if name.endswith("/moved") or estimate["value"] is None:  # from another mode; not defined
+                continue
+            worst = max(worst, abs(step[f"balance/{name}"] - estimate["value"]) / max(1.0, abs(estimate["value"])))
+            shares += "gradient_share" in name
+    assert shares == 2 * 4 * len(steps)
+    return worst
+
+
+def check_parts_by_sign(steps) -> None:
+    """The parts of the policy loss add up to verl's; whatever a line of the table names is logged."""
+    for step in steps:
+        parts = [step[f"balance/pg_loss/{sign}"] for sign in ("negative", "zero", "positive")]
+        assert sum(parts) == pytest.approx(step["actor/pg_loss"], abs=1e-6)
+        assert 0 < step["balance/length/positive"] != step["balance/length/negative"]
+        assert not any(key.startswith("actor/balance/") or "balance/sum/" in key for key in step)
+
+
 def pg_losses(result, steps) -> list[float]:
     assert result.returncode == 0, result.stdout[-4000:]
     assert len(steps) == STEPS

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_ba.aggregation import ALL_MODES, Labels, _codes, pool_mean_length
+from verl_ba.aggregation import ALL_MODES, SIGNS, Labels, _codes, pool_mean_length, pool_mean_length_by_sign
 
 EQUAL_ADVANTAGES = 1e-6
 """Spread of the advantages of a group below which it counts as one without variance: float rounding of equal rewards."""
@@ -32,12 +32,45 @@ class Metric:
     healthy: str
 
 
+SIGN_METRICS = tuple(
+    metric
+    for sign, advantage in (
+        ("positive", "positive advantage"),
+        ("negative", "negative advantage"),
+        ("zero", "advantage 0"),
+    )
+    for metric in (
+        Metric(
+            f"pg_loss/{sign}",
+            "loss",
+            f"part of `actor/pg_loss` that comes from tokens with {advantage}; the three parts add up to it",
+            "0" if sign == "zero" else "minus the other sign's under `balanced` and sequence-mean, on policy",
+        ),
+        Metric(
+            f"clip_fraction/{sign}",
+            "share",
+            f"tokens with {advantage} whose ratio is clipped (`actor/pg_clipfrac`); with PPO's clip, `loss_mode=vanilla`",
+            "0" if sign == "zero" else "small, and alike for both signs",
+        ),
+        Metric(
+            f"entropy/{sign}",
+            "nats",
+            f"mean entropy of the policy at tokens with {advantage}; where verl computes it (`calculate_entropy`)",
+            "neither falling to 0 nor rising; a falling positive one: sure of what is right",
+        ),
+    )
+)
+"""Of tokens, from the losses of an update: logged by a training run, and not known to `balance_metrics`."""
+
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
     Metric(
-        "empty_responses", "responses", "fully masked responses: they weigh nothing", "0, or what the filters remove"
+        "empty_responses",
+        "responses",
+        "fully masked responses, verl's padding rows among them: they weigh nothing",
+        "0, or what the filters remove",
     ),
-    Metric("groups", "groups", "prompts in the batch", "the configured batch size"),
+    Metric("groups", "groups", "prompts with a response that is not empty", "the configured batch size"),
     Metric("groups_mixed", "share", "groups with both signs: only these can be tilted", "not falling to 0"),
     Metric("groups_without_variance", "share", "groups whose advantages are all equal", "not rising to 1"),
     Metric(
@@ -97,13 +130,14 @@ METRICS = (
     Metric("<mode>/weight_max", "ratio", "largest weight of a response", "no single response rules"),
     Metric("<mode>/weight_min", "ratio", "smallest weight of a response that is not empty", "above 0"),
     Metric(
-        "active/sum_rule_residual",
+        "active/weight_residual",
         "ratio",
         "|Σw over the rows − rows that are not empty| over the latter",
         "below 1e-9: the weights are a true weighted mean",
     ),
+    *SIGN_METRICS,
 )
-"""Every metric that `balance_metrics` returns, without the prefix `balance/`."""
+"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but `SIGN_METRICS`."""
 
 
 def metrics_markdown() -> str:
@@ -158,7 +192,7 @@ def balance_metrics(
     """
     group = _codes("group_B", group_B)
     session = None if session_B is None else _codes("session_B", session_B)
-    row_mean_B = pool_mean_length(active_mode, length_B, group, sign_B, session).numpy()
+    row_mean_B = pool_mean_length(active_mode, length_B, group, sign_B, session).numpy()  # checks the arguments
     responses = fold(length_B, group, sign_B, advantage_B, session)
     weights = response_weights(responses)
     values = statistics({name: column.sum() for name, column in group_sums(responses, weights, active_mode).items()})
@@ -174,7 +208,7 @@ def balance_metrics(
     row_length_B = np.asarray(length_B, dtype=np.float64)
     rows = np.count_nonzero(row_length_B)
     weight_sum = (row_length_B[row_length_B > 0] / row_mean_B[row_length_B > 0]).sum()
-    values["active/sum_rule_residual"] = abs(weight_sum - rows) / max(rows, 1)
+    values["active/weight_residual"] = abs(weight_sum - rows) / max(rows, 1)
     return {f"balance/{name}": float(value) for name, value in values.items() if np.isfinite(value)}
 
 
@@ -202,19 +236,23 @@ def fold(length_B, group_B: torch.Tensor, sign_B, advantage_B=None, session_B: t
         key = (group * (int(session_B.max()) + 1) + session_B.numpy())[order] if len(length) else group
         _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
         first = order[first]
-        length = np.bincount(inverse, weights=length[order])
-        group, sign, size = group[first], sign[first], size[first]
+        row_length = length[order]
+        length = np.bincount(inverse, weights=row_length)
+        group, sign = group[first], sign[first]
+        size = np.bincount(inverse, weights=row_length * size[order]) / np.maximum(length, 1)
     return Responses(length, group, sign, np.where(sign == 0, 0.0, size))
 
 
 def response_weights(responses: Responses) -> dict[str, np.ndarray]:
     """w_i = T_i / ℓ̄_pool(i) [R] under each mode; 0 for an empty response, 1 on average over the others."""
-    length, group, sign = map(torch.from_numpy, (responses.length, responses.group, responses.sign))
+    group, sign = torch.from_numpy(responses.group), torch.from_numpy(responses.sign)
+    count_RS = torch.zeros(len(group), len(SIGNS), dtype=torch.float64)
+    count_RS.scatter_(1, sign[:, None] + 1, torch.from_numpy(responses.length)[:, None])
     filled = responses.length > 0
     return {
         mode: np.divide(
             responses.length,
-            pool_mean_length(mode, length, group, sign).numpy(),
+            pool_mean_length_by_sign(mode, count_RS, group).sum(1).numpy(),
             out=np.zeros_like(responses.length),
             where=filled,
         )
@@ -241,6 +279,7 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
     count, total = per_cell(filled), per_cell(length)
     mean = total / np.maximum(count, 1)
     deviation = np.where(filled, length / np.maximum(mean[group, sign + 1], 1) - 1, 0.0)
+    known = count.any(axis=1)  # not only of empty responses, as verl's padding rows are
     mixed = (count[:, 0] > 0) & (count[:, 2] > 0)
     lone = (count[:, [0, 2]] == 1).sum(axis=1)
     short, long = (
@@ -249,11 +288,11 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
         else (filled, filled)
     )
     sums = {
-        "groups": np.ones(groups),
+        "groups": known,
         "responses": count.sum(axis=1),
         "empty": per_group(~filled),
         "mixed": mixed,
-        "no_variance": _without_variance(group, np.where(filled, sign * size, np.nan), groups),
+        "no_variance": known & _without_variance(group, np.where(filled, sign * size, np.nan), groups),
         "lone": lone * mixed,
         "in_mixed": (count[:, 0] + count[:, 2]) * mixed,
         "positive": count[:, 2],

@@ -15,6 +15,8 @@
 numbers per row, one per sign, and seam 3 looks up each token's own. Nothing about groups or signs is decided there.
 (3b) `distillation_ppo_loss` aggregates before it calls `ppo_loss`: the column is set and cleared around each.
 (5b) What each policy loss of verl does, and which are refused: support.py.
+(6) For every mode, verl's own included, seams 2 to 5 pass what they see on to diagnostics.py, which logs `balance/…`; the
+driver keeps these names, and verl's dumps of rollouts get the length that training used.
 
 `install` registers a post-import hook per module, so nothing of verl is imported early: verl is loaded in many processes
 that never train, and importing its engines there costs seconds and fixes its choice of platform too soon. Modules that
@@ -24,12 +26,14 @@ error before the first update under one of our modes. Each seam names the releas
 of what differs between them.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -38,7 +42,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_ba import __version__, releases
+from verl_ba import __version__, diagnostics, releases
 from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, token_mean_length
 from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
 
@@ -147,13 +151,25 @@ def _wrap_train_mini_batch(original: Callable) -> Callable:
     @functools.wraps(original)
     def train_mini_batch(self, data):
         config = _actor_config(self.loss_fn)
-        if config is not None and config.loss_agg_mode in MODES:
-            if not getattr(self, "_verl_ba_announced", False):
-                verify()
-                _say(f"rank {torch.distributed.get_rank()}: {_MODE_KEY}={config.loss_agg_mode}; {describe()}")
-                self._verl_ba_announced = True
-            data[COLUMN] = batch_mean_length(config.loss_agg_mode, data, self.engine.get_data_parallel_group())
-        return original(self, data)
+        if config is None or not (config.loss_agg_mode in MODES or diagnostics.enabled()):
+            return original(self, data)
+        mode = config.loss_agg_mode
+        if mode in MODES and not getattr(self, "_verl_ba_announced", False):
+            verify()
+            _say(f"rank {torch.distributed.get_rank()}: {_MODE_KEY}={mode}; {describe()}")
+            self._verl_ba_announced = True
+        update = None
+        # Under verl's own modes only metrics need the update's rows.
+        with contextlib.nullcontext() if mode in MODES else diagnostics.guard("of whole groups"):
+            update = gather_update(mode, data, self.engine.get_data_parallel_group())
+        if mode in MODES:
+            data[COLUMN] = batch_mean_length(mode, data, None, update)
+        with diagnostics.training():
+            output = original(self, data)
+        if output is not None and diagnostics.enabled():  # verl's output is None where a rank has no metrics
+            with diagnostics.guard("at all"):
+                diagnostics.add_metrics(output.get_non_tensor("metrics"), update, mode)
+        return output
 
     return train_mini_batch
 
@@ -168,20 +184,16 @@ def _actor_config(loss_fn: Any) -> Any:
     return config if actor is not None and isinstance(config, actor.ActorConfig) else None
 
 
-def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
-    """Each local row's pool mean length, from whole groups: a collective over the data-parallel ranks.
+def gather_update(mode: str, data: Any, group: Any) -> diagnostics.Update:
+    """The rows of one update on all ranks: a collective over the data-parallel ranks.
 
     Args:
-        mode: one of `MODES`.
+        mode: the run's `loss_agg_mode`, for messages.
         data: this rank's share of one update, a TensorDict with `uid`, `advantages` and `response_mask`, padded or
             nested; optionally `session_id`.
         group: the data-parallel process group; None for the whole world.
 
-    Returns:
-        float64 on the CPU [tokens], 0 for an empty response: [rows], or [rows, signs] on every rank if anywhere in the
-        update a row has tokens of two pools (`aggregation.pool_mean_length_by_sign`).
-
-    Raises:
+    Raises, on every rank, what is wrong on any:
         KeyError: a field is missing.
         ValueError: a field has the wrong number of rows, or an advantage is not finite.
     """
@@ -189,22 +201,46 @@ def batch_mean_length(mode: str, data: Any, group: Any) -> torch.Tensor:
         mine = _local_rows(mode, data)
     except (KeyError, ValueError) as error:  # raised on every rank below: none may be left waiting in the collective
         mine = error
+    except Exception as error:  # an exception of an unknown class may not survive the way to the other ranks
+        mine = RuntimeError(f"{type(error).__name__}: {error}")
     shares, rank = _all_gather(mine, group)
     for share in shares:
         if isinstance(share, Exception):
             raise share
     uid, session = ([value for share in shares for value in share[name]] for name in ("uid", "session_id"))
-    count_BS = torch.cat([torch.tensor(share["count"]) for share in shares], dim=1).T
-    mean_length_BS = pool_mean_length_by_sign(mode, count_BS, uid, session or None)
-    mean_length_B = mean_length_BS.amax(dim=1)
-    one_number_per_row = bool(((mean_length_BS == mean_length_B[:, None]) | (count_BS == 0)).all())
     start = sum(len(share["uid"]) for share in shares[:rank])
-    return (mean_length_B if one_number_per_row else mean_length_BS)[start : start + len(shares[rank]["uid"])]
+    return diagnostics.Update(
+        uid,
+        session or None,
+        torch.cat([torch.tensor(share["count"]) for share in shares], dim=1).T,
+        torch.cat([torch.tensor(share["size"], dtype=torch.float64) for share in shares]),
+        slice(start, start + len(shares[rank]["uid"])),
+    )
+
+
+def batch_mean_length(mode: str, data: Any, group: Any, update: diagnostics.Update | None = None) -> torch.Tensor:
+    """Each local row's pool mean length, from whole groups.
+
+    Args:
+        mode: one of `MODES`.
+        data, group: as in `gather_update`, which is called where `update` does not hold its result already.
+
+    Returns:
+        float64 on the CPU [tokens], 0 for an empty response: [rows], or [rows, signs] on every rank if anywhere in the
+        update a row has tokens of two pools (`aggregation.pool_mean_length_by_sign`).
+
+    Raises: as `gather_update`.
+    """
+    update = update or gather_update(mode, data, group)
+    mean_length_BS = pool_mean_length_by_sign(mode, update.count_BS, update.uid, update.session)
+    mean_length_B = mean_length_BS.amax(dim=1)
+    one_number_per_row = bool(((mean_length_BS == mean_length_B[:, None]) | (update.count_BS == 0)).all())
+    return (mean_length_B if one_number_per_row else mean_length_BS)[update.local]
 
 
 def _local_rows(mode: str, data: Any) -> dict[str, list]:
     """What the other ranks need to know of this rank's rows, as plain Python lists: `uid`, `session_id` (empty if there is
-    none) and `count`, three lists of valid tokens per row, by the sign of their advantage."""
+    none), `count`, three lists of valid tokens per row, by the sign of their advantage, and `size`, its mean |value|."""
     absent = [name for name in ("uid", "advantages", "response_mask") if name not in data]
     if absent:
         raise KeyError(
@@ -220,7 +256,10 @@ def _local_rows(mode: str, data: Any) -> dict[str, list]:
     for name, column in rows.items():
         if name in data and len(column) != len(mask_BT):
             raise ValueError(f"{name}: expected one entry per row, {len(mask_BT)}; got {len(column)}")
-    return rows | {"count": count_by_sign(mask_BT, advantage_BT).T.tolist()}
+    count_BS = count_by_sign(mask_BT, advantage_BT)
+    total_B = torch.linalg.vector_norm(torch.where(mask_BT.bool(), advantage_BT, 0.0), ord=1, dim=1).double().cpu()
+    size_B = total_B / count_BS.sum(1).clamp(min=1).cpu()
+    return rows | {"count": count_BS.T.tolist(), "size": size_B.tolist()}
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,29 +304,44 @@ def _wrap_loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def loss(*args, **kwargs):
         bound = signature.bind(*args, **kwargs).arguments
-        config, data = bound["config"], bound.get("data")
-        if config.loss_agg_mode not in MODES:
-            return original(*args, **kwargs)
-        infos = [config.global_batch_info]
-        distillation = getattr(bound.get("distillation_config"), "distillation_loss", None)
-        if distillation is not None:
-            infos.append(distillation.global_batch_info)  # verl copies our entry there
-        before = [info.get(COLUMN) for info in infos]
-        try:
-            if data is not None and COLUMN in data:
-                column = data[COLUMN]
-                if column.ndim == 2:  # one number per sign: each token reads its own
-                    column = token_mean_length(column, _padded(data["advantages"]))
-                config.global_batch_info[COLUMN] = column
-            return original(*args, **kwargs)
-        finally:
-            # A stale column of the right size would weigh the next micro-batch by this one's lengths, silently.
-            for info, column in zip(infos, before, strict=True):
-                info.pop(COLUMN, None)
-                if column is not None:
-                    info[COLUMN] = column
+        if "distillation_config" in bound:  # it calls ppo_loss, where the policy loss is recorded
+            with _column_in_global_batch_info(bound):
+                return original(*args, **kwargs)
+        entropy = bound["model_output"].get("entropy") is not None
+        with _column_in_global_batch_info(bound), diagnostics.record(entropy) as record:
+            value, metrics = original(*args, **kwargs)
+        if record is not None:
+            with diagnostics.guard("by the sign of the advantage"):
+                metrics.update(record.metrics(like=metrics["actor/pg_loss"]))
+        return value, metrics
 
     return loss
+
+
+@contextlib.contextmanager
+def _column_in_global_batch_info(bound: dict[str, Any]) -> Iterator[None]:
+    config, data = bound["config"], bound.get("data")
+    if config.loss_agg_mode not in MODES:
+        yield
+        return
+    infos = [config.global_batch_info]
+    distillation = getattr(bound.get("distillation_config"), "distillation_loss", None)
+    if distillation is not None:
+        infos.append(distillation.global_batch_info)  # verl copies our entry there
+    before = [info.get(COLUMN) for info in infos]
+    try:
+        if data is not None and COLUMN in data:
+            column = data[COLUMN]
+            if column.ndim == 2:  # one number per sign: each token reads its own
+                column = token_mean_length(column, _padded(data["advantages"]))
+            config.global_batch_info[COLUMN] = column
+        yield
+    finally:
+        # A stale column of the right size would weigh the next micro-batch by this one's lengths, silently.
+        for info, column in zip(infos, before, strict=True):
+            info.pop(COLUMN, None)
+            if column is not None:
+                info[COLUMN] = column
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -311,9 +365,9 @@ def _wrap_agg_loss(original: Callable) -> Callable:
         if call is not None:
             loss_agg_mode = call.enter(loss_agg_mode)
         if loss_agg_mode not in MODES:
-            return original(
-                loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
-            )
+            rest = loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+            diagnostics.see(loss_mat, loss_mask, lambda matrix: original(matrix, *rest))
+            return original(loss_mat, *rest)
         if pool_mean_length is None or global_batch_size is None:
             given = {COLUMN: pool_mean_length, "global_batch_size": global_batch_size}
             raise ValueError(
@@ -323,7 +377,9 @@ def _wrap_agg_loss(original: Callable) -> Callable:
                 "update must go through TrainingWorker.train_mini_batch. Counts of the micro-batch alone would train "
                 "something else, so there is no fallback"
             )
-        return aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+        rest = loss_mask, pool_mean_length, global_batch_size, dp_size
+        diagnostics.see(loss_mat, loss_mask, lambda matrix: aggregate(matrix, *rest))
+        return aggregate(loss_mat, *rest)
 
     return agg_loss
 
@@ -370,11 +426,13 @@ def _wrap_get_policy_loss_fn(original: Callable) -> Callable:
         def policy_loss(*args, **kwargs):
             mode = kwargs.get("loss_agg_mode", args[4] if len(args) > 4 else None)  # the place verl's registry gives it
             if mode not in MODES:
-                return function(*args, **kwargs)
+                with diagnostics.policy_loss(name, args, kwargs):
+                    return function(*args, **kwargs)
             call = _PolicyLossCall(mode, hard_coded)
             token = _policy_loss_call.set(call)
             try:
-                result = function(*args, **kwargs)
+                with diagnostics.policy_loss(name, args, kwargs):
+                    result = function(*args, **kwargs)
             finally:
                 _policy_loss_call.reset(token)
             if mode not in call.modes:
@@ -394,6 +452,63 @@ def _raise_past_the_mode(name: str, function: Callable, call: _PolicyLossCall) -
         "return verl.trainer.ppo.core_algos.agg_loss(loss_mat=…, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, "
         "**config.global_batch_info) of the per-token losses; or use one of verl's own modes"
     )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# 6. What is logged: names, and dumps of rollouts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _wrap_rename_dict(original: Callable) -> Callable:
+    """The trainers put 'actor/' before every name that comes from an update; ours have a prefix of their own."""
+
+    @functools.wraps(original)
+    def rename_dict(data, prefix=""):
+        ours = {key: value for key, value in data.items() if key.startswith(diagnostics.PREFIX)}
+        return original({key: value for key, value in data.items() if key not in ours}, prefix) | ours
+
+    return rename_dict
+
+
+def _wrap_log_rollout_data(original: Callable) -> Callable:
+    """The trainers whose batch is in TransferQueue: verl's dump names rows by their key there."""
+
+    @functools.wraps(original)
+    def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
+        length = {}
+        with diagnostics.guard("in the dump of rollouts"):
+            length = dict(zip(batch.keys, diagnostics.lengths_in_queue(batch), strict=True))
+
+        def dump(*args, reward_extra_infos_dict, **kwargs):
+            keys = reward_extra_infos_dict.get("uid", ())
+            if length and all(key in length for key in keys):
+                reward_extra_infos_dict |= {diagnostics.LENGTH_FIELD: [length[key] for key in keys]}
+            return type(self)._dump_generations(self, *args, reward_extra_infos_dict=reward_extra_infos_dict, **kwargs)
+
+        self._dump_generations = dump
+        try:
+            return original(self, batch, timing_raw, rollout_data_dir)
+        finally:
+            del self._dump_generations
+
+    return _log_rollout_data
+
+
+def _wrap_log_rollout_data_legacy(original: Callable) -> Callable:
+    """The trainers whose batch is a DataProto: verl's dump has no uid there. Ours has the v1 trainer's form."""
+
+    @functools.wraps(original)
+    def _log_rollout_data(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir):
+        with diagnostics.guard("in the dump of rollouts"):
+            length = batch.batch["response_mask"].sum(-1).tolist()
+            place: dict[str, Iterator[int]] = {}
+            uid = [
+                f"{name}_{next(place.setdefault(name, itertools.count()))}_0" for name in batch.non_tensor_batch["uid"]
+            ]
+            reward_extra_infos_dict = {**reward_extra_infos_dict, diagnostics.LENGTH_FIELD: length, "uid": uid}
+        return original(self, batch, reward_extra_infos_dict, timing_raw, rollout_data_dir)
+
+    return _log_rollout_data
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -447,6 +562,7 @@ class Seam:
         releases: the verl releases that have it.
         everywhere: rebind by-name copies in other modules. False for a name that is replaced in its module only.
         trains: a training process must have it.
+        logs: only what is logged depends on it: its loss is said, and refuses nothing.
     """
 
     module: str
@@ -458,6 +574,7 @@ class Seam:
     releases: tuple[str, ...] = tuple(releases.BY_VERSION)
     everywhere: bool = True
     trains: bool = True
+    logs: bool = False
 
     @property
     def name(self) -> str:
@@ -488,6 +605,22 @@ def _driver_metric(module: str, *only: str) -> Seam:
         releases=only or tuple(releases.BY_VERSION),
         everywhere=False,
         trains=False,
+    )
+
+
+def _rollout_dump(module: str, attribute: str, *only: str, legacy: bool = False) -> Seam:
+    extra = ("reward_extra_infos_dict",) if legacy else ()
+    return Seam(
+        module,
+        f"{attribute}._log_rollout_data",
+        ("self", "batch", *extra, "timing_raw", "rollout_data_dir"),
+        _wrap_log_rollout_data_legacy if legacy else _wrap_log_rollout_data,
+        "verl dumps text: the length that training used goes with it, so that `verl-ba analyze` need not guess it",
+        "verl dumps the number of valid response tokens",
+        releases=only or tuple(releases.BY_VERSION),
+        everywhere=False,
+        trains=False,
+        logs=True,
     )
 
 
@@ -576,6 +709,19 @@ SEAMS = (
     _driver_metric("verl.trainer.main_ppo_sync", "0.8.0"),
     _driver_metric("verl.trainer.ppo.ray_trainer"),
     _driver_metric("verl.experimental.separation.ray_trainer"),
+    Seam(
+        "verl.utils.py_functional",
+        "rename_dict",
+        ("data", "prefix"),
+        _wrap_rename_dict,
+        "the trainers would log actor/balance/…",
+        "verl leaves names alone that have a prefix",
+        trains=False,
+        logs=True,
+    ),
+    _rollout_dump("verl.trainer.ppo.v1.trainer_base", "PPOTrainer", "0.9.0", "0.9.1"),
+    _rollout_dump("verl.trainer.main_ppo_sync", "PPOTrainer", "0.8.0"),
+    _rollout_dump("verl.trainer.ppo.ray_trainer", "RayPPOTrainer", legacy=True),
     _legacy_update("verl.workers.actor.dp_actor", "DataParallelPPOActor.update_policy"),
     _legacy_update("verl.workers.actor.megatron_actor", "MegatronPPOActor.update_policy"),
 )
@@ -630,9 +776,10 @@ def verify() -> None:
     faults = [
         f"{seam.name}: {fault}"
         for seam in seams()
-        if (seam.trains or seam.module in sys.modules) and (fault := seam_fault(seam))
+        if not seam.logs and (seam.trains or seam.module in sys.modules) and (fault := seam_fault(seam))
     ]
-    faults += [f"{where}: still verl's own {name}" for where, name in stale_bindings()]
+    logs = {seam.name for seam in SEAMS if seam.logs}
+    faults += [f"{where}: still verl's own {name}" for where, name in stale_bindings() if name not in logs]
     if faults:
         raise SeamError(
             f"verl_ba {__version__} is not completely attached to verl {releases.verl_version()}, so {', '.join(MODES)} "
@@ -692,7 +839,8 @@ def _attach(seam: Seam, module: ModuleType) -> None:
 
 def _report(seam: Seam, problem: str) -> None:
     _problems[seam.name] = problem
-    _say(f"verl {releases.verl_version()}: {seam.name} {problem}. {', '.join(MODES)} will be refused")
+    effect = f"What it is for is left out: {seam.why}" if seam.logs else f"{', '.join(MODES)} will be refused"
+    _say(f"verl {releases.verl_version()}: {seam.name} {problem}. {effect}")
 
 
 def _resolve(owner: Any, dotted: str) -> Any:

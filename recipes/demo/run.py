@@ -19,13 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from verl_ba.analysis.runs import ARM_MODES as ARMS
+
 ROOT = Path(__file__).resolve().parents[2]
-ARMS = {
-    "balanced": "balanced",
-    "token": "group-mean-token-mean",
-    "sequence": "seq-mean-token-mean",
-    "verl-token": "token-mean",
-}
 DEFAULT_ARMS = ("balanced", "token", "sequence")
 
 
@@ -179,7 +175,7 @@ def main(
         subprocess.run(command, check=True)
     screen.print(
         f"Which way each aggregation would tilt a run's responses: verl-ba analyze "
-        f"{run_folder(results, config, chosen[0], seed) / 'rollouts'} --tokenizer {paths['model']}",
+        f"{run_folder(results, config, chosen[0], seed) / 'rollouts'}",
         highlight=False,
         soft_wrap=True,
     )

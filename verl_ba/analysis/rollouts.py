@@ -2,6 +2,7 @@
 
     verl, v1 trainer (0.9)       input, output, gts, score, step, uid = '<uid>_<session>_<row>'
     verl, legacy trainer (0.8 …) input, output, gts, score, step, and what the reward function returned; no uid
+    either, with this package    also response_length [tokens], and a uid of the first form
     plain                        prompt, response, score; uid and step if there are any
 
 (`_write_generations` of verl/trainer/ppo/v1/trainer_base.py and ray_trainer.py; validation dumps have the same form.)
@@ -208,8 +209,8 @@ class _Reader:
         length, score = np.asarray(lengths, dtype=np.float64), np.asarray(self.score)
         if (session >= 0).any():
             length, score, group = self._fold(length, score, group, session, np.asarray(self.row))
-        size = np.bincount(group)
-        for number in np.flatnonzero(size == 1):
+        # A group of empty responses alone is verl's padding of the batch.
+        for number in np.flatnonzero((np.bincount(group) == 1) & (np.bincount(group, weights=length) > 0)):
             self.problems.add(
                 "group of one response: no other to compare it with; used all the same", self.group_place[number]
             )

@@ -12,10 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ARM_MODES = {"token": "group-mean-token-mean", "sequence": "seq-mean-token-mean", "verl-token": "token-mean"}
-"""Modes of the arms in `recipes/` whose names are not those of their modes."""
+ARM_MODES = {
+    "balanced": "balanced",
+    "token": "group-mean-token-mean",
+    "sequence": "seq-mean-token-mean",
+    "verl-token": "token-mean",
+}
+"""Modes of the arms in `recipes/config/arm`; a test compares the two."""
 
-_MODES = ("balanced", *ARM_MODES.values())
+_MODES = tuple(ARM_MODES.values())
 _NAME = re.compile(r"(?P<arm>.+?)[-_]seed[-_=]?(?P<seed>\d+)")
 
 
