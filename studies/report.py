@@ -350,26 +350,28 @@ def _all(verdicts: Sequence[str], expected: int) -> str:
     return HELD if len(verdicts) == expected and set(verdicts) == {HELD} else UNDECIDED
 
 
-def push_verdict(rule: str, tenth: float = 0.1) -> tuple[str, str]:
-    """Verdict of 'at most a tenth of balanced's push at every k' (G = 8, two lengths), and the largest share with its k.
-
-    Where balanced's own push is 0, at k = G/2, nothing is asked. Two standard errors decide.
-    """
+def push_verdict(rule: str) -> tuple[str, str]:
+    """`judge_pushes` of the committed null model, G = 8 and two lengths; undecided where it was not run."""
     try:
         null = importlib.import_module("studies.null_length_bias")
         pushes = null.from_json((HERE / "results" / f"{null.NAME}.json").read_text())["two_point"][8]
     except (ModuleNotFoundError, FileNotFoundError):
         return UNDECIDED, "not run"
+    return judge_pushes(pushes[rule], pushes["balanced"])
+
+
+def judge_pushes(own: dict[int, Any], balanced: dict[int, Any], allowed: float = 0.1) -> tuple[str, str]:
+    """Verdict of 'at most this share of balanced's push at every k', and the largest share with its k.
+
+    Two standard errors decide. Nothing is asked where balanced does not push itself, at k = G/2.
+    """
     verdicts, shares = [], {}
-    for k, balanced in pushes["balanced"].items():
-        allowed, push = tenth * abs(balanced.value), pushes[rule][k]
-        if allowed < 1e-6:
-            continue
-        size, error = abs(push.value), 2 * push.error
-        verdicts.append(HELD if size + error <= allowed else FAILED if size - error > allowed else UNDECIDED)
-        shares[k] = size / abs(balanced.value)
-    k = max(shares, key=lambda k: shares[k])
-    return _all(verdicts, len(verdicts)), f"{shares[k]:.2f}, k = {k}"
+    for k in (k for k, push in balanced.items() if abs(push.value) > 1e-6):
+        limit, size, error = allowed * abs(balanced[k].value), abs(own[k].value), 2 * own[k].error
+        verdicts.append(HELD if size + error <= limit else FAILED if size - error > limit else UNDECIDED)
+        shares[k] = size / abs(balanced[k].value)
+    worst = max(shares, key=lambda k: shares[k])
+    return _all(verdicts, len(verdicts)), f"{shares[worst]:.2f}, k = {worst}"
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

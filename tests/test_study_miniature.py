@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,15 @@ CELLS = {
     "prompts": Cell("p", "sorting", "prompts", (2, 7), 0.2, warm_steps=3),
 }
 SMALL = train.Settings(steps=2, prompts=3, group=4, evaluations=2, evaluation_prompts=8, probes=1, pool=20)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the study's processes: sums over threads are in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -591,6 +601,20 @@ def test_a_verdict_of_several_needs_all_and_fails_with_one():
     assert report._all([], 0) == "undecided"
 
 
+def test_a_push_is_judged_at_every_k_by_two_standard_errors():
+    from studies.report import judge_pushes
+
+    def pushes(*values, error=0.0):
+        return {k: SimpleNamespace(value=v, error=error) for k, v in zip((1, 4, 7), values, strict=True)}
+
+    balanced = pushes(-0.2, 0.0, 0.2)
+    assert judge_pushes(pushes(-0.018, 0.5, 0.01), balanced) == ("held", "0.09, k = 1")  # k = 4 asks for nothing
+    assert judge_pushes(pushes(-0.01, 0.0, 0.03), balanced) == ("failed", "0.15, k = 7")
+    assert judge_pushes(pushes(-0.01, 0.0, 0.021, error=0.001), balanced)[0] == "undecided"
+    assert judge_pushes(pushes(-0.01, 0.0, 0.019, error=0.001), balanced)[0] == "undecided"
+    assert judge_pushes(pushes(-0.01, 0.0, 0.018, error=0.0009), balanced)[0] == "held"
+
+
 def test_the_screening_chooses_by_its_rule():
     from studies import report
 
@@ -636,7 +660,7 @@ def test_the_report_of_known_rows_says_what_they_carry_and_nothing_without_them(
     assert "pooled-4 is within 0.005 of the better of token and sequence in every cell" in held
     assert "pooled-16 is within 0.005" in failed
     assert "pooled-16 reaches the goal" in failed
-    assert "pooled-4's push in the null model" in (undecided if "not run" in text else held + failed + undecided)
+    assert "pooled-16's push in the null model" in held + failed + undecided
     assert len(figures) == 2
     lines = runner.results_path("confirmation").read_text().splitlines(keepends=True)
     runner.results_path("confirmation").write_text("".join(lines[1:]))
