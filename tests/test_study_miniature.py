@@ -571,7 +571,20 @@ def test_within_a_margin_of_the_best_is_judged_by_the_interval():
     rows = rows_of({"x": -0.05, "s": 0.0, "t": -0.1}, cells=("a",), spread=0.002)
     best = outcome.against_the_best(outcome.Scores(rows, "auc", 1e-3).array(["a"], ("x", "s", "t")))
     assert outcome.within(best, 0.005) == "failed"
-    assert outcome.within(outcome.Estimate(-0.005, -0.02, 0.01), 0.005) == "undecided"
+    assert outcome.within(outcome.Estimate(-0.001, -0.02, 0.01), 0.005) == "undecided"
+    assert outcome.within(outcome.Estimate(-0.009, -0.02, 0.01), 0.005) == "undecided"
+
+
+def test_a_difference_needs_its_interval_and_its_corrected_p():
+    def verdict(low, high, adjusted):
+        estimate = outcome.Estimate((low + high) / 2, low, high)
+        return outcome.Comparison("a", "b", "all", 20, estimate, 0.001, adjusted).verdict
+
+    assert verdict(0.01, 0.03, 0.04) == "held"
+    assert verdict(0.01, 0.03, 0.06) == "undecided"
+    assert verdict(-0.01, 0.03, 0.04) == "undecided"
+    assert verdict(-0.03, -0.01, 0.04) == "failed"
+    assert verdict(-0.03, -0.01, 0.06) == "undecided"
 
 
 def test_only_seeds_that_every_rule_has_are_paired():
