@@ -154,7 +154,8 @@ def other_part(title: str, module: str) -> str:
         text = importlib.import_module(f"studies.{module}").table_markdown()
     except (ModuleNotFoundError, FileNotFoundError) as missing:
         text = f"Not run: {Path(str(getattr(missing, 'filename', '') or missing)).name}\n"
-    return f"## {title}\n\n{text}"
+    drawn = (HERE / "figures" / f"{module}.png").exists()
+    return f"## {title}\n\n{text}" + f"\n![{title}](figures/{module}.png)\n" * drawn
 
 
 def screening_section(document: dict[str, Any], rows: Rows) -> str:
@@ -164,7 +165,7 @@ def screening_section(document: dict[str, Any], rows: Rows) -> str:
         "## Training in miniature: the screening",
         "",
         f"Exploratory: every rule, {len(cells)} cells, {len(table['seeds'])} seeds, many comparisons and no correction. It "
-        "chose what the confirmation tests, and proves nothing itself.",
+        "serves to choose what the confirmation tests, and proves nothing itself.",
         "",
         table_of_cells(document, cells),
     ]
