@@ -57,9 +57,9 @@ ABOUT = """
 Area: sampled accuracy, mean over the evaluations, on prompts drawn apart from the training's (short ones may occur in both).
 Last: at the last evaluation; peak to last: how far below the best evaluation that is. Lengths in characters. Right, wrong:
 responses of positive and negative advantage. Cut: share of responses that reach the limit. Drift: |loss at ratio 1| of a
-whole update, mean over updates: verl's policy loss before the first optimizer step. Weight of negatives: their share of Σ|A|·T/ℓ̄.
-Cosine: between the gradients of the right and of the wrong responses of an update, at a few steps. Entropy in nats per
-character.
+whole update, mean over updates: verl's policy loss before the first optimizer step. Weight of negatives: their share of
+Σ|A|·T/ℓ̄. Cosine: between the gradients of the right and of the wrong responses of an update, at a few steps. Entropy in
+nats per character.
 
 To run: `make study-screen`, `make study` (both go on where they were stopped), `make study-quick`. The loop is in
 [miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths that
