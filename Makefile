@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh recipes-check recipes-smoke lint format bench study-null study-map doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh recipes-check recipes-smoke lint format bench study-null study-map \ study study-screen study-quick doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +52,15 @@ format: setup  ## ruff's formatting and fixes
 
 bench: setup  ## cost of the aggregation against verl's token-mean, and of a million pool lengths
 	@OMP_NUM_THREADS=1 $(PY) benchmarks/aggregation.py
+
+study: setup  ## the confirmation of studies/miniature, and the report; resumes
+	@$(PY) -m studies.miniature confirm && $(PY) -m studies.report
+
+study-screen: setup  ## its screening: every rule, six cells, four seeds; resumes
+	@$(PY) -m studies.miniature screen && $(PY) -m studies.report
+
+study-quick: setup  ## a few short runs of it
+	@$(PY) -m studies.miniature quick
 
 study-null: setup  ## push on length of every rule where length and correctness are independent (a minute and a half)
 	@OMP_NUM_THREADS=1 $(PY) -m studies.null_length_bias

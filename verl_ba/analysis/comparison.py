@@ -4,13 +4,13 @@ Intervals are percentile intervals of a stratified bootstrap (Agarwal et al. 202
 separately for each benchmark.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
-from verl_ba.analysis.estimate import Estimate
+from verl_ba.analysis.estimate import Bootstrap, Estimate
 from verl_ba.analysis.runs import Run, RunError
 
 TRAINING_SCORE = "critic/score/mean"
@@ -25,7 +25,6 @@ CURVES = (TRAINING_SCORE, POLICY_LOSS, "response_length/mean", "actor/entropy")
 
 MEASURES = ("last", "peak", "drop")
 FEW_SEEDS = 5
-_BOUNDS = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def compare(runs: Sequence[Run], until: int | None = None, resamples: int = 2000
     for run in runs:
         arms_runs.setdefault(run.arm, []).append(run)
 
-    bootstrap = _Bootstrap(resamples, seed)
+    bootstrap = Bootstrap(resamples, seed)
     arms = [_arm(name, members, benchmarks, smoothed, bootstrap) for name, members in arms_runs.items()]
     curves = {
         key: {name: _curve(key, members, key == TRAINING_SCORE, bootstrap) for name, members in arms_runs.items()}
@@ -145,7 +144,7 @@ def _values(run: Run, key: str, smoothed: bool) -> np.ndarray:
     return (sums[end] - sums[start]) / (end - start)
 
 
-def _arm(name: str, runs: list[Run], benchmarks: list[str], smoothed: bool, bootstrap: "_Bootstrap") -> Arm:
+def _arm(name: str, runs: list[Run], benchmarks: list[str], smoothed: bool, bootstrap: Bootstrap) -> Arm:
     values = [[_values(run, key, smoothed) for key in benchmarks] for run in runs]
     last = np.array([[v[-1] for v in row] for row in values])
     peak = np.array([[v.max() for v in row] for row in values])
@@ -154,7 +153,7 @@ def _arm(name: str, runs: list[Run], benchmarks: list[str], smoothed: bool, boot
     return Arm(name, runs[0].mode, [run.seed for run in runs], scores, estimates)
 
 
-def _pair(a: Arm, b: Arm, bootstrap: "_Bootstrap") -> Pair | None:
+def _pair(a: Arm, b: Arm, bootstrap: Bootstrap) -> Pair | None:
     seeds = [seed for seed in a.seeds if seed in b.seeds]
     if not seeds:
         return None
@@ -169,7 +168,7 @@ def _pair(a: Arm, b: Arm, bootstrap: "_Bootstrap") -> Pair | None:
     )
 
 
-def _curve(key: str, runs: list[Run], smoothed: bool, bootstrap: "_Bootstrap") -> Curve:
+def _curve(key: str, runs: list[Run], smoothed: bool, bootstrap: Bootstrap) -> Curve:
     values = np.stack([_values(run, key, smoothed) for run in runs])
     low, high = bootstrap.bands(values)
     return Curve(np.array(list(runs[0].series[key])), values.mean(axis=0), low, high)
@@ -184,37 +183,6 @@ def _mean_and_each(scores: np.ndarray) -> np.ndarray:
 def _probability(difference: np.ndarray) -> np.ndarray:
     """[…, seeds, benchmarks] -> how often the difference is positive, a tie counting half; […, 1]."""
     return ((difference > 0) + 0.5 * (difference == 0)).mean(axis=(-2, -1))[..., None]
-
-
-@dataclass(frozen=True)
-class _Bootstrap:
-    """Percentile intervals over seeds; every call draws from a fresh generator, so none depends on the others."""
-
-    resamples: int
-    seed: int
-
-    def estimates(self, scores: np.ndarray, function: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
-        """Each entry of function(scores [seeds, benchmarks]) with its interval; one seed gives none.
-
-        Stratified: every benchmark draws its own seeds.
-        """
-        if len(scores) == 1:
-            return [Estimate(float(value)) for value in function(scores)]
-        drawn = np.random.default_rng(self.seed).integers(len(scores), size=(self.resamples, *scores.shape))
-        spread = function(np.take_along_axis(scores[None], drawn, axis=1))
-        low, high = np.quantile(spread, _BOUNDS, axis=0)
-        return [Estimate(*map(float, numbers)) for numbers in zip(function(scores), low, high, strict=True)]
-
-    def bands(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bounds of the mean over seeds of values [seeds, steps], step by step; nan for one seed."""
-        seeds, steps = values.shape
-        if seeds == 1:
-            return np.full(steps, np.nan), np.full(steps, np.nan)
-        share = (
-            np.random.default_rng(self.seed).multinomial(seeds, np.full(seeds, 1 / seeds), size=self.resamples) / seeds
-        )
-        low, high = np.quantile(share @ values, _BOUNDS, axis=0)
-        return low, high
 
 
 def _notes(arms: list[Arm], pairs: list[Pair], smoothed: bool) -> list[str]:

@@ -1,0 +1,514 @@
+"""The report: `python -m studies.report` writes studies/README.md and studies/figures from the committed numbers alone.
+
+A sentence that judges is chosen by the interval it stands beside (`studies.miniature.outcome`): held, failed or undecided.
+A part without numbers says that it was not run. Nothing here draws or trains.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from studies.miniature import outcome, runner
+from studies.miniature.outcome import FAILED, HELD, UNDECIDED, Comparison, Scores, Verdict
+from studies.rules import RULES
+from verl_ba.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.analysis.estimate import Estimate
+from verl_ba.analysis.page import INK, SERIES, Figure, Table
+
+HERE = Path(__file__).parent
+Rows = list[dict[str, Any]]
+
+
+def _curve(name: str, part: slice | int) -> Callable[[dict[str, Any]], float]:
+    def value(row: dict[str, Any]) -> float:
+        values = row["curves"].get(name, [])
+        chosen = values[part] if isinstance(part, slice) else values[part : part + 1 or None]
+        numbers = [v for v in chosen if v is not None]
+        return float(np.mean(numbers)) if numbers else math.nan
+
+    return value
+
+
+EVERY, LAST = slice(None), -1
+MEASURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    "auc": ("area", lambda row: row["auc"]),
+    "last": ("last", lambda row: row["last"]),
+    "drop": ("peak to last", lambda row: row["drop"]),
+    "reward": ("training reward", _curve("reward", EVERY)),
+    "length": ("last length", _curve("length", LAST)),
+    "length_+": ("right, last stretch", _curve("length_+", LAST)),
+    "length_-": ("wrong, last stretch", _curve("length_-", LAST)),
+    "cut": ("cut, last", _curve("cut", LAST)),
+    "entropy": ("entropy, last", _curve("entropy", LAST)),
+    "drift": ("drift", _curve("drift", EVERY)),
+    "negative_share": ("weight of negatives", _curve("negative_share", EVERY)),
+    "cosine": ("cosine of the signs", _curve("cosine", EVERY)),
+    "wall_s": ("run [s]", lambda row: row["wall_s"]),
+    "cpu_s": ("CPU [s]", lambda row: row.get("cpu_s", math.nan)),
+}
+"""Name -> column title, value of a row. nan where a run has none, e.g. no wrong response in the last stretch."""
+
+ABOUT = """
+Area: sampled accuracy, mean over the evaluations, on prompts drawn apart from the training's (short ones may occur in both).
+Last: at the last evaluation; peak to last: how far below the best evaluation that is. Lengths in characters. Right, wrong:
+responses of positive and negative advantage. Cut: share of responses that reach the limit. Drift: |loss at ratio 1| of a
+whole update, mean over updates: verl's policy loss before the first optimizer step. Weight of negatives: their share of
+Σ|A|·T/ℓ̄. Cosine: between the gradients of the right and of the wrong responses of an update, at a few steps. Entropy in
+nats per character.
+
+To run: `make study-screen`, `make study` (both go on where they were stopped), `make study-quick`. The loop is in
+[miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths that
+`verl_ba.hooks` would put beside each response.
+""".strip()
+
+
+def table_of_cells(document: dict[str, Any], names: Sequence[str]) -> str:
+    cells = runner.cells(document["cells"])
+    rows = [
+        (
+            c.name,
+            c.family,
+            c.relation,
+            f"{c.steps[0]} to {c.steps[1]}" if c.steps[0] != c.steps[1] else str(c.steps[0]),
+            f"{c.weak:g}, {c.weak_slip:g}, {c.slip:g}",
+            f"{c.wrong:g}",
+            f"{c.fillers[0]:g}, {c.fillers[1]:g}" if c.relation != "prompts" else f"{c.fillers[0]:g}",
+        )
+        for c in (cells[name] for name in names)
+    ]
+    header = (
+        "cell",
+        "family",
+        "relation",
+        "steps",
+        "weak facts, slips there, elsewhere",
+        "wrong rambler",
+        "fillers a step",
+    )
+    return Table(header, rows).markdown()
+
+
+def means_table(rows: Rows, cells: Sequence[str], rules: Sequence[str], lr: float, measure: str, form: str) -> str:
+    """Mean of a measure by rule and cell, over the seeds that a rule has."""
+    lines = []
+    for rule in rules:
+        by_cell = [_values(rows, cell, rule, lr, measure) for cell in cells]
+        if any(len(values) for values in by_cell):
+            mean = [float(np.nanmean(v)) if np.isfinite(v).any() else math.nan for v in by_cell]
+            seeds = sorted({len(values) for values in by_cell})
+            numbers = [Estimate(m).text(form) for m in (*mean, float(np.mean(mean)))]
+            lines.append((rule, *numbers, " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))))
+    return Table((MEASURES[measure][0], *cells, "mean", "seeds"), lines).markdown()
+
+
+def _values(rows: Rows, cell: str, rule: str, lr: float, measure: str) -> np.ndarray:
+    read = MEASURES[measure][1]
+    return np.array([read(row) for row in rows if (row["cell"], row["rule"], row["lr"]) == (cell, rule, lr)])
+
+
+def measures_table(rows: Rows, cells: Sequence[str], rules: Sequence[str], lr: float) -> str:
+    """Every other measure by rule, mean over cells and seeds."""
+    names = [name for name in MEASURES if name != "auc"]
+    lines = []
+    for rule in rules:
+        means = []
+        for name in names:
+            by_cell = [_values(rows, cell, rule, lr, name) for cell in cells]
+            finite = [float(np.nanmean(v)) for v in by_cell if np.isfinite(v).any()]
+            means.append(float(np.mean(finite)) if finite else math.nan)
+        if not math.isnan(means[0]):
+            lines.append((rule, *(Estimate(m).text(".1f" if abs(m) >= 10 else ".3f") for m in means)))
+    return Table(("mean of the cells", *(MEASURES[name][0] for name in names)), lines).markdown()
+
+
+def comparisons_table(comparisons: Sequence[Comparison]) -> str:
+    rows = [
+        (
+            f"{c.a} − {c.b}",
+            c.where,
+            str(c.seeds),
+            c.difference.text("+.4f"),
+            f"{c.p:.4f}",
+            f"{c.adjusted:.4f}",
+            c.verdict,
+        )
+        for c in comparisons
+    ]
+    header = ("difference", "cells", "seeds", "area [95% interval]", "p", "p, Holm", "better?")
+    return Table(header, rows).markdown()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sections
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def other_part(title: str, module: str) -> str:
+    """A part that another module of studies writes; 'not run' where the module or its numbers are missing."""
+    try:
+        text = importlib.import_module(f"studies.{module}").table_markdown()
+    except (ModuleNotFoundError, FileNotFoundError) as missing:
+        text = f"Not run: {Path(str(getattr(missing, 'filename', '') or missing)).name}\n"
+    drawn = (HERE / "figures" / f"{module}.png").exists()
+    return f"## {title}\n\n{text}" + f"\n![{title}](figures/{module}.png)\n" * drawn
+
+
+def screening_section(document: dict[str, Any], rows: Rows) -> str:
+    table = document["screening"]
+    cells, lr, planned = table["cells"], table["lr"], runner.plan("screening")
+    lines = [
+        "## Training in miniature: the screening",
+        "",
+        f"Exploratory: every rule, {len(cells)} cells, {len(table['seeds'])} seeds, many comparisons and no correction. It "
+        "serves to choose what the confirmation tests, and proves nothing itself.",
+        "",
+        table_of_cells(document, cells),
+    ]
+    if not rows:
+        return "\n".join([*lines, "Not run.\n"])
+    done = {runner.key_of(row) for row in rows} & {job.key for job in planned}
+    lines += [f"{len(done)} of {len(planned)} runs done.", ""]
+    lines += [means_table(rows, cells, list(RULES), lr, "auc", ".3f")]
+    lines += [
+        _against_table(rows, cells, lr),
+        _sweep_table(rows, table),
+        _choice_sentence(rows, table),
+        measures_table(rows, cells, list(RULES), lr),
+    ]
+    return "\n".join(lines)
+
+
+POOLED = ("pooled-1", "pooled-4", "pooled-16", "pooled-auto")
+TIE = 0.002
+
+
+def choice(rows: Rows, table: dict[str, Any]) -> tuple[float, str] | None:
+    """What the screening hands to the confirmation: the learning rate at which the main rules are best on average, and the
+    strength of partial pooling with the largest area at that of the screening, pooled-4 if it is within TIE of it. None
+    while a cell has no seed that all of them have."""
+    rules, cells = table["sweep"]["rules"], table["cells"]
+    by_lr = {lr: Scores(rows, "auc", lr).array(cells, rules) for lr in (*table["sweep"]["lr"], table["lr"])}
+    pooled = Scores(rows, "auc", table["lr"]).array(cells, POOLED)
+    if not len(pooled) or not all(len(array) for array in by_lr.values()):
+        return None
+    areas = dict(zip(POOLED, pooled.mean(axis=(0, 1)), strict=True))
+    best = max(areas, key=lambda rule: areas[rule])
+    return max(by_lr, key=lambda lr: by_lr[lr].mean()), "pooled-4" if areas["pooled-4"] >= areas[best] - TIE else best
+
+
+def _choice_sentence(rows: Rows, table: dict[str, Any]) -> str:
+    chosen = choice(rows, table)
+    if chosen is None:
+        return "Too few runs to choose a learning rate and a strength of pooling.\n"
+    return f"By the rule of `studies.report.choice`: learning rate {chosen[0]:g}, candidate `{chosen[1]}`.\n"
+
+
+def _against_table(rows: Rows, cells: Sequence[str], lr: float) -> str:
+    scores, lines = Scores(rows, "auc", lr), []
+    for rule in RULES:
+        both = scores.array(cells, (rule, "balanced"))
+        if rule != "balanced" and len(both) > 1:
+            best = [scores.array([cell], (rule, "token", "sequence")) for cell in cells]
+            worst = min((outcome.against_the_best(a) for a in best if len(a) > 1), key=lambda e: e.value, default=None)
+            own = rule in ("token", "sequence")
+            lines.append(
+                (
+                    rule,
+                    str(len(both)),
+                    outcome.difference(both).text("+.4f"),
+                    "" if worst is None or own else worst.text("+.4f"),
+                )
+            )
+    header = (
+        "rule",
+        "seeds",
+        "less balanced, mean of the cells",
+        "less the better of token and sequence, its worst cell",
+    )
+    return Table(
+        header, lines, "Area, paired by seed; 95% intervals, pointwise, over few seeds: too narrow."
+    ).markdown()
+
+
+def _sweep_table(rows: Rows, table: dict[str, Any]) -> str:
+    rules, cells = table["sweep"]["rules"], table["cells"]
+    lines = []
+    for lr in sorted({table["lr"], *table["sweep"]["lr"]}):
+        means = []
+        for rule in rules:
+            array = Scores(rows, "auc", lr).array(cells, (rule,))
+            means.append(float(array.mean()) if len(array) else math.nan)
+        lines.append((f"{lr:g}", *(Estimate(m).text() for m in means), Estimate(float(np.mean(means))).text()))
+    return Table(("learning rate", *rules, "mean"), lines, "Area, mean of the cells.").markdown()
+
+
+def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, list[Verdict]]:
+    """The text, and the verdicts for the summary."""
+    table = document["confirmation"]
+    cells, rules, lr, candidate = table["cells"], table["rules"], table["lr"], table["candidate"]
+    planned = runner.plan("confirmation")
+    lines = [
+        "## Training in miniature: the confirmation",
+        "",
+        f"Protocol: [protocol.toml](miniature/protocol.toml), [protocol.md](miniature/protocol.md); digest "
+        f"{runner.protocol_digest()}.",
+        "",
+        table_of_cells(document, cells),
+    ]
+    if not rows:
+        return "\n".join([*lines, "Not run.\n"]), []
+    digests = sorted({row["protocol"] for row in rows})
+    commits = sorted({row["commit"] for row in rows})
+    done = {runner.key_of(row) for row in rows} & {job.key for job in planned}
+    lines += [
+        f"{len(done)} of {len(planned)} runs, under protocol {', '.join(digests)}, at commit {', '.join(commits)}.",
+        "",
+    ]
+    verdicts: list[Verdict] = []
+    if digests != [runner.protocol_digest()]:
+        lines += ["**The protocol was changed after these runs: what follows is not a confirmation.**", ""]
+    if len(done) < len(planned):
+        lines += ["**Incomplete: intervals and verdicts are of the runs that are there, and are not final.**", ""]
+    scores = Scores(rows, "auc", lr)
+    lines += [means_table(rows, cells, rules, lr, "auc", ".4f")]
+
+    primary = outcome.family(scores, [(candidate, other, "all", cells) for other in table["against"]])
+    lines += ["**Primary** (one family): area, mean of the cells.", "", comparisons_table(primary)]
+    verdicts += [c.as_verdict("over all cells") for c in primary]
+
+    secondary = outcome.family(
+        scores, [(candidate, other, cell, [cell]) for other in table["against"] for cell in cells]
+    )
+    lines += ["**Secondary** (one family): the same in every cell.", "", comparisons_table(secondary)]
+    others = [rule for rule in rules if rule not in (candidate, *table["against"])]
+    if others:
+        third = outcome.family(scores, [(rule, other, "all", cells) for rule in others for other in table["against"]])
+        lines += ["**The other arms** (one family): mean of the cells.", "", comparisons_table(third)]
+
+    lines += ["**The goal**, rule by rule.", ""]
+    tested = [rule for rule in rules if rule not in ("token", "sequence")]
+    text, goals = goal(scores, cells, table["lengths_vary"], tested, table["margin"])
+    lines += [text]
+    verdicts += goals
+    lines += [measures_table(rows, cells, rules, lr)]
+    return "\n".join(lines), verdicts
+
+
+def goal(
+    scores: Scores, cells: Sequence[str], vary: Sequence[str], rules: Sequence[str], margin: float
+) -> tuple[str, list[Verdict]]:
+    """Table and verdicts: within the margin of the better of token and sequence in every cell; better than balanced where
+    lengths vary; null-model push at most a tenth of balanced's at every k."""
+    lines, verdicts = [], []
+    for rule in rules:
+        arrays = {cell: scores.array([cell], (rule, "token", "sequence")) for cell in cells}
+        best = {cell: outcome.against_the_best(array) for cell, array in arrays.items() if len(array) > 1}
+        near = {cell: outcome.within(estimate, margin) for cell, estimate in best.items()}
+        every = _all(list(near.values()), len(cells))
+        same = rule == "balanced"  # is judged by the first part alone
+        versus = {c.where: c for c in outcome.family(scores, [(rule, "balanced", c, [c]) for c in vary]) if not same}
+        better = _all([c.verdict for c in versus.values()], len(vary))
+        push, worst = ("", "") if same else push_verdict(rule)
+        lines += [
+            (
+                rule,
+                cell,
+                best[cell].text("+.4f") if cell in best else "–",
+                near.get(cell, "–"),
+                versus[cell].difference.text("+.4f") if cell in versus else "",
+                versus[cell].verdict if cell in versus else "",
+                push if cell == cells[0] else "",
+                worst if cell == cells[0] else "",
+            )
+            for cell in cells
+        ]
+        verdicts.append(
+            Verdict(f"{rule} is within {margin:g} of the better of token and sequence in every cell", every)
+        )
+        if same:
+            continue
+        verdicts += [
+            Verdict(f"{rule} is better than balanced in every cell where lengths vary ({', '.join(vary)})", better),
+            Verdict(f"{rule}'s push in the null model is at most a tenth of balanced's at every k", push),
+            Verdict(f"{rule} reaches the goal, all three", _all([every, better, push], 3)),
+        ]
+    header = (
+        "rule",
+        "cell",
+        "less the better of token and sequence",
+        f"within {margin:g}?",
+        "less balanced",
+        "better?",
+        "push at most a tenth?",
+        "largest share of balanced's push",
+    )
+    return Table(header, lines).markdown(), verdicts
+
+
+def _all(verdicts: Sequence[str], expected: int) -> str:
+    if FAILED in verdicts:
+        return FAILED
+    return HELD if len(verdicts) == expected and set(verdicts) == {HELD} else UNDECIDED
+
+
+def push_verdict(rule: str) -> tuple[str, str]:
+    """`judge_pushes` of the committed null model, G = 8 and two lengths; undecided where it was not run."""
+    try:
+        null = importlib.import_module("studies.null_length_bias")
+        pushes = null.from_json((HERE / "results" / f"{null.NAME}.json").read_text())["two_point"][8]
+    except (ModuleNotFoundError, FileNotFoundError):
+        return UNDECIDED, "not run"
+    return judge_pushes(pushes[rule], pushes["balanced"])
+
+
+def judge_pushes(own: dict[int, Any], balanced: dict[int, Any], allowed: float = 0.1) -> tuple[str, str]:
+    """Verdict of 'at most this share of balanced's push at every k', and the largest share with its k.
+
+    Two standard errors decide. Nothing is asked where balanced does not push itself, at k = G/2.
+    """
+    verdicts, shares = [], {}
+    for k in (k for k, push in balanced.items() if abs(push.value) > 1e-6):
+        limit, size, error = allowed * abs(balanced[k].value), abs(own[k].value), 2 * own[k].error
+        verdicts.append(HELD if size + error <= limit else FAILED if size - error > limit else UNDECIDED)
+        shares[k] = size / abs(balanced[k].value)
+    worst = max(shares, key=lambda k: shares[k])
+    return _all(verdicts, len(verdicts)), f"{shares[worst]:.2f}, k = {worst}"
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """What held, what did not, what is undecided: in that order, and nothing left out."""
+    titles = {HELD: "Held", FAILED: "Failed", UNDECIDED: "Undecided by these runs"}
+    lines = ["## What held and what did not", ""]
+    if not verdicts:
+        return "\n".join([*lines, "The confirmation was not run: nothing is claimed.\n"])
+    for kind, title in titles.items():
+        chosen = [v.claim for v in verdicts if v.verdict == kind]
+        lines += [f"{title}:", "", *(f"- {claim}" for claim in chosen or ["nothing"]), ""]
+    return "\n".join(lines)
+
+
+LIMITS = """
+## What this cannot say
+
+- A character model of some 45,000 parameters, responses of at most 48 characters, three made-up tasks, 80 updates. Language
+  models, long responses and long runs may differ in size and in sign.
+- The demonstrations put the relation of length and correctness into the warm start. Whether a real model has one, and which,
+  is another question.
+- Seeds of one cell share a few warm starts. The intervals speak of these tasks and these starts.
+- One optimizer, clip and group size. The learning rate was chosen once for all rules, by the screening.
+- Undecided is not equal: an interval that holds 0 may hide a difference of its own width.
+""".strip()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Figures
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def curves_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequence[str], lr: float) -> Figure:
+    looks = _looks(rules, {rule: RULES[rule].mode for rule in rules})
+    with _axes(len(cells), 2, size=(2.6 * len(cells), 5.2)) as (drawing, axes):
+        for column, cell in enumerate(cells):
+            for line, name in enumerate(("accuracy", "length")):
+                axis = axes[line * len(cells) + column]
+                for rule in rules:
+                    runs = [r["curves"][name] for r in rows if (r["cell"], r["rule"], r["lr"]) == (cell, rule, lr)]
+                    if runs:
+                        colour, style, _ = looks[rule]
+                        axis.plot(np.mean(runs, axis=0), color=colour, linestyle=style, linewidth=1.7, label=rule)
+                axis.set(title=cell if not line else "", xlabel="evaluation" if line else "")
+                if not column:
+                    axis.set_ylabel("sampled accuracy" if not line else "mean length [characters]")
+        _common_legend(drawing, axes[0], 6)
+    return Figure(f"miniature-{stage}-curves", drawing, f"{stage}: accuracy and length by evaluation, cell and rule")
+
+
+def differences_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequence[str], lr: float) -> Figure:
+    """Paired differences to balanced, cell by cell."""
+    scores, others = Scores(rows, "auc", lr), [rule for rule in rules if rule != "balanced"]
+    with _axes(len(cells), size=(2.6 * len(cells), 1.4 + 0.3 * len(others))) as (drawing, axes):
+        for axis, cell in zip(axes, cells, strict=True):
+            for at, rule in enumerate(others):
+                array = scores.array([cell], (rule, "balanced"))
+                if len(array) > 1:
+                    d = outcome.difference(array)
+                    axis.plot([d.low, d.high], [at, at], color=SERIES[0], linewidth=2.5)
+                    axis.plot(d.value, at, "o", color=SERIES[0], markersize=6)
+            axis.axvline(0, color=INK, linewidth=1)
+            axis.set(title=cell, ylim=(len(others) - 0.5, -0.5))
+            axis.locator_params(axis="x", nbins=4)
+            axis.set_yticks(range(len(others)), others if axis is axes[0] else [""] * len(others))
+        axes[len(cells) // 2].set_xlabel("area less balanced's, paired by seed, 95% intervals")
+    return Figure(f"miniature-{stage}-differences", drawing, f"{stage}: area of every rule less that of balanced")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+QUESTION = """
+# Studies of aggregation rules
+
+Written by `python -m studies.report` from the numbers in [results](results); edit the code, not this file.
+
+**Question.** Which mean length ℓ̄ should a response's tokens be divided by? `balanced` (arXiv 2605.04077) takes that of the
+response's group and sign. In small subsets this has a length bias of its own: the response is part of the mean that it is
+divided by. Partial pooling shrinks that mean towards what the whole update says. Does it train better?
+""".strip()
+
+
+def build() -> tuple[str, list[Figure]]:
+    screening, protocol = runner.read_toml(runner.SCREENING), runner.read_toml(runner.PROTOCOL)
+    figures = []
+    rows = {}
+    for stage, document in (("screening", screening), ("confirmation", protocol)):
+        # of rows without an error, those of the plan as it stands
+        keys = {job.key for job in runner.plan(stage)}
+        rows[stage] = [r for k, r in runner.finished(runner.read_rows(runner.results_path(stage))).items() if k in keys]
+        table = document[stage]
+        shown = (
+            table["rules"]
+            if table["rules"] != "all"
+            else ["sequence", "token", "balanced", "pooled-4", "doubly-balanced", "doubly-averaged"]
+        )
+        if rows[stage]:
+            for draw in (curves_figure, differences_figure):
+                names = list(RULES) if draw is differences_figure and table["rules"] == "all" else shown
+                figures.append(draw(rows[stage], stage, table["cells"], names, table["lr"]))
+    confirmation, verdicts = confirmation_section(protocol, rows["confirmation"])
+    rules = Table(("rule", "ℓ̄"), [(rule.name, rule.what) for rule in RULES.values()]).markdown()
+    parts = [
+        QUESTION,
+        summary(verdicts),
+        "## The rules\n\nA response of T tokens weighs T/ℓ̄.\n\n" + rules,
+        other_part("Length bias where lengths say nothing", "null_length_bias"),
+        other_part("Where it matters", "scale"),
+        "## Training in miniature: the measures\n\n" + ABOUT,
+        screening_section(screening, rows["screening"]),
+        *_images(figures, "screening"),
+        confirmation,
+        *_images(figures, "confirmation"),
+        LIMITS,
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n", figures
+
+
+def _images(figures: Sequence[Figure], stage: str) -> list[str]:
+    return [f"![{f.alt}](figures/{f.name}.png)" for f in figures if f"-{stage}-" in f.name]
+
+
+def main() -> None:
+    """Write studies/README.md and studies/figures."""
+    text, figures = build()
+    (HERE / "figures").mkdir(exist_ok=True)
+    for figure in figures:
+        figure.png(HERE / "figures" / f"{figure.name}.png")
+    (HERE / "README.md").write_text(text)
+    typer.echo(f"{HERE / 'README.md'}: {len(text.splitlines())} lines, {len(figures)} figures")
+
+
+if __name__ == "__main__":
+    typer.run(main)
