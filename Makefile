@@ -1,6 +1,7 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh recipes-check recipes-smoke lint format bench study-null study-map \ study study-screen study-quick doctor lock clean
+.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh \
+  recipes-check recipes-smoke lint format bench study study-screen study-quick study-null study-map doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -23,6 +23,7 @@ Shape suffixes: B responses (rows), T response tokens, S the signs of the advant
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -159,7 +160,7 @@ def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Te
     return torch.stack([negative, tokens - negative - positive, positive], dim=1).long()
 
 
-def row_sum(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def row_sum(value: torch.Tensor, like: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Sum over each row: [B]. `value` is [B, T], or the `values()` of a nested tensor with the rows of `like`.
 
     Padding nested rows would take three times as long. float32 counts exactly up to 2^24, and sums booleans ten times as

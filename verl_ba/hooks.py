@@ -261,7 +261,7 @@ def _local_rows(mode: str, data: Any) -> dict[str, list]:
     return rows | {"count": count_BS.T.tolist(), "size": size_B.tolist()}
 
 
-def _same_rows(mask: torch.Tensor, advantage: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _same_rows(mask: Any, advantage: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Both nested without gaps and with the same rows, as verl's v1 trainer has them; or both padded."""
     jagged = all(t.is_nested and t.layout == torch.jagged and t.lengths() is None for t in (mask, advantage))
     if jagged and torch.equal(mask.offsets(), advantage.offsets()):
