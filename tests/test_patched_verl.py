@@ -95,7 +95,7 @@ def test_gradients_equal_the_literal_reference():
     """The ranks of test_ranks.py: verl's worker, 2 processes, against reference.py."""
     import test_ranks
 
-    records = test_ranks.run_ranks(2)
+    records = [record for record in test_ranks.run_ranks(2) if "gradient_error" in record]  # those of our modes
     assert len(records) == 12 * len(releases.current().layouts)
     for record in records:
         assert record["gradient_error"] < 1e-12, record

@@ -63,7 +63,11 @@ def run(seed: int, rank: int, world: int) -> dict:
     torch.manual_seed(seed)  # clip_cov picks tokens at random
     data = harness.to_tensordict(rollouts, order[rank::world], layout)
     metrics = harness.update(worker, data, len(rollouts) // mini_batches, epochs, shuffle)
-    logged = {key: torch.tensor(value) for key, value in metrics.items() if "loss" in key or key == "grad_norm"}
+    logged = {
+        key: torch.tensor(value)
+        for key, value in metrics.items()
+        if ("loss" in key or key == "grad_norm") and not key.startswith("balance/")  # only the plugin logs these
+    }
     return {"gradient": torch.stack(worker.engine.gradients)} | logged
 
 
