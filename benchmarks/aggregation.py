@@ -18,6 +18,7 @@ import statistics
 import time
 import types
 import uuid
+from collections.abc import Callable
 
 import torch
 import typer
@@ -104,19 +105,24 @@ def batch(responses: int, tokens: int, form: str, rank: int, ranks: int):
     return data
 
 
+def best_of(repeats: int, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Seconds of the fastest call; `before` each is not counted."""
+    seconds = []
+    for _ in range(repeats):
+        before()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 def update_lengths(responses: int, tokens: int, form: str, rank: int = 0, ranks: int = 1) -> float:
     """Seconds of `batch_mean_length` on this rank, best of 5."""
     from verl_ba.hooks import batch_mean_length
 
     data = batch(responses, tokens, form, rank, ranks)
-    best = float("inf")
-    for _ in range(5):
-        if ranks > 1:
-            torch.distributed.barrier()
-        start = time.perf_counter()
-        batch_mean_length("balanced", data, None)
-        best = min(best, time.perf_counter() - start)
-    return best
+    together = torch.distributed.barrier if ranks > 1 else lambda: None
+    return best_of(5, lambda: batch_mean_length("balanced", data, None), together)
 
 
 def metrics_once(responses: int, sessions: bool) -> float:
@@ -130,12 +136,7 @@ def metrics_once(responses: int, sessions: bool) -> float:
     size = torch.rand(responses, dtype=torch.float64)
     session = [str(i) for i in range(responses)] if sessions else None
     update = Update([uid[i] for i in order], session, count, size, slice(0, responses))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        update_metrics(update, "balanced")
-        best = min(best, time.perf_counter() - start)
-    return 1e3 * best
+    return 1e3 * best_of(5, lambda: update_metrics(update, "balanced"))
 
 
 def gathering(responses: int, tokens: int) -> float:
@@ -143,12 +144,7 @@ def gathering(responses: int, tokens: int) -> float:
     from verl_ba.hooks import gather_update
 
     data = batch(responses, tokens, "response", 0, 1)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        gather_update("balanced", data, None)
-        best = min(best, time.perf_counter() - start)
-    return 1e3 * best
+    return 1e3 * best_of(5, lambda: gather_update("balanced", data, None))
 
 
 def by_sign(responses: int, tokens: int) -> float:
@@ -209,12 +205,7 @@ def passes(tokens: int, repeats: int = 3) -> float:
         Qwen3Config(vocab_size=64, num_hidden_layers=2, head_dim=32, tie_word_embeddings=True, **size)
     )
     ids = torch.randint(0, 64, (MICRO_BATCH, tokens // 2))  # the mean length is a little more than half the longest
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        model(input_ids=ids, labels=ids).loss.backward()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return best_of(repeats, lambda: model(input_ids=ids, labels=ids).loss.backward())
 
 
 def main(

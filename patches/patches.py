@@ -185,6 +185,16 @@ def faults_of(release: str, tree: Path) -> list[str]:
     return faults
 
 
+def pristine(release: str) -> Path:
+    """The release as its wheel has it, unpacked; downloaded if it is not there yet."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import versions
+
+    from verl_ba.releases import BY_VERSION
+
+    return versions.unpacked(BY_VERSION[release])
+
+
 def patched_copy(tree: Path, release: str, folder: Path) -> Path:
     """A copy of the tree's package with every patch, tests and docs included."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -212,20 +222,15 @@ def check(
     batches: Annotated[int, typer.Option(help="random updates that must be equal to the bit")] = 1000,
 ) -> None:
     """Download each release, apply, re-export, and run verl's own and our tests in the patched tree."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import versions
-
-    from verl_ba.releases import BY_VERSION
-
     table, faults = Table("verl", "patches", "changed lines", "tests", "equal updates"), []
     for release in releases or RELEASES:
         with console.status(f"verl {release}"):
-            tree = versions.unpacked(BY_VERSION[release])
+            tree = pristine(release)
             found = [f"verl {release}: {fault}" for fault in faults_of(release, tree)]
-            folder = patched_copy(tree, release, versions.CACHE / f"verl-{release}-patched")
+            folder = patched_copy(tree, release, tree.with_name(f"{tree.name}-patched"))
             if apply_series(folder, release, series(release)):
                 found.append(f"verl {release}: patches were applied twice")
-            log = versions.CACHE / f"verl-{release}-patched.log"
+            log = tree.with_name(f"{tree.name}-patched.log")
             environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
             environment |= {
                 "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
@@ -267,17 +272,12 @@ def refresh(
     tree: Annotated[Path | None, typer.Option(help="a git checkout whose last commits are one patch each")] = None,
 ) -> None:
     """Write the patches anew: as they apply, with fuzz, to each release; or from the commits of one tree."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import versions
-
-    from verl_ba.releases import BY_VERSION
-
     if tree:
         root, release, _ = locate(tree.resolve())
         count = len(series(release))
         new = {release: [export(root, back) for back in reversed(range(count))]}
     else:
-        new = {release: exported(versions.unpacked(BY_VERSION[release]), release, fuzz=True) for release in RELEASES}
+        new = {release: exported(pristine(release), release, fuzz=True) for release in RELEASES}
     for release, bodies in new.items():
         for patch, text in zip(series(release), bodies, strict=True):
             header = re.sub(r"sha256:\w+", checksum(release), patch.read_text().partition("\n---\n")[0])

@@ -110,7 +110,9 @@ MUTATIONS = (
         "torch.where(mask_BT.bool(), token_loss_BT, 0.0)",
         "token_loss_BT * mask_BT",
     ),
-    Mutation("masked advantages count", "count_by_sign", "mask = mask.bool()", "mask = mask.bool() | True"),
+    Mutation(
+        "masked advantages count", "count_by_sign", "unpadded(mask_BT).bool(), ", "unpadded(mask_BT).bool() | True, "
+    ),
     Mutation(
         "zero is merged into negative",
         "pool_mean_length_by_sign",

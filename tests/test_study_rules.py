@@ -92,5 +92,7 @@ def test_the_averaged_effect_remembers_and_a_constant_divisor_stays():
     fit("doubly-averaged", batch(1), state)
     assert state["log_ratio"] != first
     assert abs(state["log_ratio"] - first) < 0.2
+    fit("doubly-averaged", batch(1), alone := {})
+    assert state["log_ratio"] == pytest.approx(0.9 * first + 0.1 * alone["log_ratio"], rel=1e-12)
     state = {}
     assert set(fit("constant", batch(0), state).tolist()) == set(fit("constant", batch(1), state).tolist())

@@ -151,8 +151,7 @@ def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Te
 
     Raises ValueError where an advantage at a valid token is nan or inf; at masked positions anything may stand.
     """
-    mask, advantage = (tensor.values() if tensor.is_nested else tensor for tensor in (mask_BT, advantage_BT))
-    mask = mask.bool()
+    mask, advantage = unpadded(mask_BT).bool(), unpadded(advantage_BT)
     if not bool((advantage.isfinite() | ~mask).all()):
         raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
     sides = (mask, mask & (advantage < 0), mask & (advantage > 0))
@@ -160,8 +159,13 @@ def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Te
     return torch.stack([negative, tokens - negative - positive, positive], dim=1).long()
 
 
+def unpadded(rows: torch.Tensor) -> torch.Tensor:
+    """The values of a nested tensor, row after row; a padded one as it is."""
+    return rows.values() if rows.is_nested else rows
+
+
 def row_sum(value: torch.Tensor, like: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Sum over each row: [B]. `value` is [B, T], or the `values()` of a nested tensor with the rows of `like`.
+    """Sum over each row: [B]. `value` is `unpadded`, with the rows of `like`.
 
     Padding nested rows would take three times as long. float32 counts exactly up to 2^24, and sums booleans ten times as
     fast as int64.

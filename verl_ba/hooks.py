@@ -45,7 +45,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_ba import __version__, diagnostics, releases
-from verl_ba.aggregation import MODES, aggregate, count_by_sign, pool_mean_length_by_sign, row_sum, token_mean_length
+from verl_ba.aggregation import (
+    MODES,
+    aggregate,
+    count_by_sign,
+    pool_mean_length_by_sign,
+    row_sum,
+    token_mean_length,
+    unpadded,
+)
 from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
 
 COLUMN = "pool_mean_length"
@@ -255,8 +263,8 @@ def _local_rows(mode: str, data: Any) -> dict[str, list]:
         if name in data and len(column) != mask_BT.shape[0]:
             raise ValueError(f"{name}: expected one entry per row, {mask_BT.shape[0]}; got {len(column)}")
     count_BS = count_by_sign(mask_BT, advantage_BT)
-    mask, advantage = (tensor.values() if tensor.is_nested else tensor for tensor in (mask_BT, advantage_BT))
-    total_B = row_sum(torch.where(mask.bool(), advantage, 0.0).abs(), mask_BT, torch.float64)
+    size = torch.where(unpadded(mask_BT).bool(), unpadded(advantage_BT), 0.0).abs()
+    total_B = row_sum(size, mask_BT, torch.float64)
     size_B = total_B / count_BS.sum(1).clamp(min=1)
     return rows | {"count": count_BS.T.tolist(), "size": size_B.tolist()}
 

@@ -83,18 +83,22 @@ RELEASES = (
 BY_VERSION = {release.version: release for release in RELEASES}
 
 
+def _verl_folder() -> Path | None:
+    """Of the verl that would be imported; None if it cannot be found."""
+    spec = importlib.util.find_spec("verl")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
 def verl_version() -> str | None:
     """The version that verl gives itself, read without importing it; None if verl cannot be found."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or spec.origin is None:
-        return None
-    return (Path(spec.origin).parent / "version" / "version").read_text().strip()
+    folder = _verl_folder()
+    return folder and (folder / "version" / "version").read_text().strip()
 
 
 def is_patched() -> bool:
     """Whether the verl that would be imported has the modes in its own tree (patches/): then nothing is hooked."""
-    spec = importlib.util.find_spec("verl")
-    source = Path(spec.origin).parent / "trainer" / "ppo" / "core_algos.py" if spec and spec.origin else None
+    folder = _verl_folder()
+    source = folder and folder / "trainer" / "ppo" / "core_algos.py"
     if source is None or not source.exists():
         return False
     text = source.read_text(encoding="utf-8")
