@@ -57,7 +57,7 @@ bench: setup  ## cost of the aggregation against verl's token-mean, and of a mil
 study: setup  ## the confirmation of studies/miniature, and the report; resumes
 	@$(PY) -m studies.miniature confirm && $(PY) -m studies.report
 
-study-screen: setup  ## its screening: every rule, six cells, four seeds; resumes
+study-screen: setup  ## its screening: every rule, four cells, four seeds; resumes
 	@$(PY) -m studies.miniature screen && $(PY) -m studies.report
 
 study-quick: setup  ## a few short runs of it

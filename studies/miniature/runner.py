@@ -81,7 +81,7 @@ def plan(stage: str) -> list[Job]:
     """All runs of 'screening', 'quick' or 'confirmation', in the order in which they are run: seed by seed, so that a stage
     that is stopped has all cells and rules at fewer seeds.
 
-    In its table `rules` is a list or 'all'; `lr` is that of the main runs; `sweep` has more rates for a few rules.
+    In its table `rules` is a list or 'all'; `lr` is that of the main runs; `sweep` has more rates for a few rules, and seeds.
     """
     document = read_toml(PROTOCOL if stage == "confirmation" else SCREENING)
     table, known = document[stage], cells(document["cells"])
@@ -89,14 +89,14 @@ def plan(stage: str) -> list[Job]:
     for kind, names, among in (("rule", rules, RULES), ("cell", table["cells"], known)):
         if unknown := sorted(set(names) - set(among)):
             raise StudyError(f"{stage}: no {kind} {', '.join(unknown)}; expected some of {', '.join(among)}")
-    settings = replace(Settings(), **document.get("settings", {}), **table.get("settings", {}))
-    blocks = [(rules, table["lr"])]
-    if "sweep" in table:
-        blocks += [(table["sweep"]["rules"], lr) for lr in table["sweep"]["lr"]]
+    settings = replace(Settings(), **(document.get("settings", {}) | table.get("settings", {})))
+    blocks = [(rules, table["lr"], table["seeds"])]
+    if sweep := table.get("sweep"):
+        blocks += [(sweep["rules"], lr, sweep["seeds"]) for lr in sweep["lr"]]
     return [
         Job(stage, known[cell], rule, lr, seed, settings)
-        for names, lr in blocks
-        for seed in table["seeds"]
+        for names, lr, seeds in blocks
+        for seed in seeds
         for cell in table["cells"]
         for rule in names
     ]
@@ -189,7 +189,7 @@ def guard(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _start_worker() -> None:
-    """One thread; no denormal numbers; end with the parent, however it ends."""
+    """One thread; end with the parent, however it ends."""
     import torch
 
     torch.set_num_threads(1)
