@@ -1,7 +1,7 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh \
-  recipes-check recipes-smoke lint format bench study study-screen study-quick study-null study-map doctor lock clean
+  recipes-check recipes-smoke lint format bench study study-screen study-verl study-quick study-null study-map doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,6 +59,9 @@ study: setup  ## the confirmation of studies/miniature, and the report; resumes
 
 study-screen: setup  ## its screening: every rule, four cells, four seeds; resumes
 	@$(PY) -m studies.miniature screen && $(PY) -m studies.report
+
+study-verl: setup  ## two of its cells in verl's own trainer, against the loop; resumes
+	@$(PY) -m studies.in_verl && $(PY) -m studies.report
 
 study-quick: setup  ## a few short runs of it
 	@$(PY) -m studies.miniature quick

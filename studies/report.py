@@ -61,7 +61,7 @@ whole update, mean over updates: verl's policy loss before the first optimizer s
 Σ|A|·T/ℓ̄. Cosine: between the gradients of the right and of the wrong responses of an update, at a few steps. Entropy in
 nats per character.
 
-To run: `make study-screen`, `make study` (both go on where they were stopped), `make study-quick`. The loop is in
+To run: `make study-screen`, `make study`, `make study-verl` (all go on where they were stopped), `make study-quick`. The loop is in
 [miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths that
 `verl_ba.hooks` would put beside each response.
 """.strip()
@@ -491,6 +491,7 @@ def build() -> tuple[str, list[Figure]]:
         *_images(figures, "screening"),
         confirmation,
         *_images(figures, "confirmation"),
+        other_part("The same in verl's own trainer", "in_verl"),
         LIMITS,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n", figures

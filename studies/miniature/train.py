@@ -98,7 +98,8 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _cached(path: Path, make: Any, write: Any, read: Any) -> Any:
+def cached(path: Path, make: Any, write: Any, read: Any) -> Any:
+    """read(path), after make() was written there if it was missing; one process makes it, whole or not at all."""
     with locked(path):
         if not path.exists():
             unfinished = path.with_name(path.name + ".part")
@@ -117,7 +118,7 @@ def load_entries(cell: Cell, settings: Settings, cache: Path) -> tuple[Prompts, 
         return {str(seed): family.entries(seed, size, cell.steps) for seed, size in sizes.items()}
 
     key = _digest(cell.family, cell.steps, sizes, (Path(__file__).parent / "tasks.py").read_text())
-    sets = _cached(
+    sets = cached(
         cache / f"prompts-{cell.family}-{key}.json",
         make,
         lambda data, path: path.write_text(json.dumps(data)),
@@ -142,8 +143,8 @@ def warm_start(cell: Cell, seed: int, settings: Settings, cache: Path) -> Model:
     key = _digest({**asdict(cell), "warm_starts": None}, asdict(settings.shape), settings.warm_batch, settings.warm_lr)
     key += _digest(*((here / name).read_text() for name in ("tasks.py", "model.py")))
     path = cache / f"warm-{cell.name}-{seed}-{key}.pt"
-    model = _new_model(cell, settings, seed)
-    weights = _cached(
+    model = new_model(cell, settings, seed)
+    weights = cached(
         path,
         lambda: supervise(model, cell, seed, settings).state_dict(),
         torch.save,
@@ -153,7 +154,7 @@ def warm_start(cell: Cell, seed: int, settings: Settings, cache: Path) -> Model:
     return model
 
 
-def _new_model(cell: Cell, settings: Settings, seed: int) -> Model:
+def new_model(cell: Cell, settings: Settings, seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(cell.name, seed, "weights"))
         return Model(FAMILIES[cell.family].width(cell.steps[1]) + LIMIT, settings.shape)
@@ -333,13 +334,16 @@ def weights_of_signs(update: Update, mean_length_B: Tensor) -> tuple[float, floa
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: Path) -> dict[str, Any]:
+def run(
+    cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: Path, start: Model | None = None
+) -> dict[str, Any]:
     """Train once and return the row of numbers; the same arguments give the same row, apart from its two times.
 
-    Curves have a value per evaluation, or per stretch between two evaluations (means over its steps). Lengths in tokens.
+    `start`: instead of the cell's warm start. Curves have a value per evaluation, or per stretch between two evaluations
+    (means over its steps). Lengths in tokens.
     """
     train, evaluation = load_entries(cell, settings, cache)
-    model = copy.deepcopy(warm_start(cell, seed, settings, cache))
+    model = copy.deepcopy(start or warm_start(cell, seed, settings, cache))
     config, state = actor_config(settings), State()
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
     for parameter in model.parameters():

@@ -1,0 +1,401 @@
+"""Do the study's loop and verl's own trainer agree? The same model, task, rule and seeds in both: `make study-verl`.
+
+The model of the miniature study is an OPT in all but names (learned positions, LayerNorm before each part, ReLU), so the
+warm start goes into a Hugging Face checkpoint unchanged, and `verl.trainer.main_ppo` trains it on the CPU with Ray, FSDP and
+vLLM. Two things differ from the study's shape: heads are 32 wide, the least that vLLM's CPU attention takes, and the output
+layer has no bias, as OPT's.
+
+What is compared: means over the training steps of the reward, of the lengths of right and wrong responses and of the
+negatives' weight, run by run, and the differences between rules.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+from studies.miniature import runner, train
+from studies.miniature.model import CHARACTERS, END, Model, Shape
+from studies.miniature.tasks import FAMILIES, LIMIT, Cell
+from studies.rules import RULES
+from verl_ba.analysis.estimate import Estimate
+from verl_ba.analysis.page import Table
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+NAME = "in_verl"
+RESULTS = HERE / "results" / f"{NAME}.jsonl"
+SPECIFICATION = HERE / "miniature" / "in_verl.toml"
+PAD_CHARACTER = "J"  # the label of a tenth step, which no task here has
+console = Console(stderr=True)
+
+Row = dict[str, Any]
+MEASURES = {
+    "reward": "critic/score/mean",
+    "length_+": "balance/length/positive",
+    "length_-": "balance/length/negative",
+    "negative_share": "balance/active/gradient_share_negative",
+}
+"""As the loop names it -> as verl's log does."""
+
+
+def specification() -> tuple[dict[str, Any], dict[str, Cell], train.Settings]:
+    """The file's [study] table, its cells (of the confirmation's), and the settings of both kinds of run."""
+    table = runner.read_toml(SPECIFICATION)["study"]
+    known = runner.cells(runner.read_toml(runner.PROTOCOL)["cells"])
+    shape = Shape(**table["shape"])
+    settings = replace(train.Settings(), steps=table["steps"], evaluations=11, evaluation_prompts=16, shape=shape)
+    return table, {name: known[name] for name in table["cells"]}, settings
+
+
+def start_of(cell: Cell, seed: int, settings: train.Settings, cache: Path) -> Model:
+    """The warm start of a cell and seed, without a bias in the output layer; cached."""
+    seed %= cell.warm_starts
+    path = cache / f"unbiased-{cell.name}-{seed}-{train.setup_digest(cell, settings)}.pt"
+    model = train.new_model(cell, settings, seed)
+    model.head.bias = None
+    weights = train.cached(
+        path,
+        lambda: train.supervise(model, cell, seed, settings).state_dict(),
+        torch.save,
+        lambda path: torch.load(path, weights_only=True),
+    )
+    model.load_state_dict(weights)
+    return model
+
+
+def as_opt(model: Model) -> Any:
+    """The same function of the same characters as a Hugging Face OPTForCausalLM, float32.
+
+    Raises ValueError for a model whose output layer has a bias: OPT's has none.
+    """
+    from transformers import OPTConfig, OPTForCausalLM
+
+    if model.head.bias is not None:
+        raise ValueError("expected an output layer without bias (start_of); OPT has no place for one")
+    shape, positions = model.shape, model.position.weight
+    config = OPTConfig(
+        vocab_size=len(CHARACTERS),
+        max_position_embeddings=len(positions),
+        hidden_size=shape.width,
+        word_embed_proj_dim=shape.width,
+        ffn_dim=4 * shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,  # OPT has no such setting; verl asks for it
+        activation_function="relu",
+        dropout=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=CHARACTERS.index(PAD_CHARACTER),
+    )
+    modules = {"final_layer_norm": model.norm}
+    for i, block in enumerate(model.blocks):
+        names = ("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", "fc1", "fc2")
+        parts = (block.norms[0], block.norms[1], block.out, block.up, block.down)
+        modules |= {f"layers.{i}.{name}": part for name, part in zip(names, parts, strict=True)}
+    weights = {f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()}
+    for i, block in enumerate(model.blocks):
+        for kind, value in block.qkv.named_parameters():
+            for name, part in zip("qkv", value.chunk(3), strict=True):
+                weights[f"layers.{i}.self_attn.{name}_proj.{kind}"] = part
+    weights["embed_tokens.weight"] = model.character.weight
+    unused = positions.new_zeros(2, shape.width)  # OPT's position 0 is its row 2
+    weights["embed_positions.weight"] = torch.cat([unused, positions])
+    weights = {f"model.decoder.{name}": value for name, value in weights.items()}
+    other = OPTForCausalLM(config)
+    other.load_state_dict(
+        {name: value.detach().clone() for name, value in weights.items()}
+        | {"lm_head.weight": model.head.weight.detach()},
+        strict=True,
+    )
+    return other
+
+
+def tokenizer() -> Any:
+    """A byte-level tokenizer without merges whose ids are those of `model.encode`; the newline is the end."""
+    from transformers import GPT2Tokenizer
+
+    byte_level = {" ": "Ġ", "\n": "<|end|>"}
+    vocabulary = {byte_level.get(character, character): i for i, character in enumerate(CHARACTERS)}
+    return GPT2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        unk_token="<|end|>",
+        bos_token="<|end|>",
+        eos_token="<|end|>",
+        pad_token=PAD_CHARACTER,
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )
+
+
+def prepare(cell: Cell, seed: int, settings: train.Settings, folder: Path, cache: Path) -> None:
+    """Write the warm start with its tokenizer, and the training prompts in verl's columns, into `folder`."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    model = as_opt(start_of(cell, seed, settings, cache))
+    model.save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    prompts, _ = train.load_entries(cell, settings, cache)
+    family = FAMILIES[cell.family]
+    width = family.width(cell.steps[1])
+    rows = [
+        {
+            "data_source": cell.family,
+            "prompt": [{"role": "user", "content": family.pad(family.prompt(entry), width)}],
+            "ability": cell.family,
+            "reward_model": {"style": "rule", "ground_truth": json.dumps(entry)},
+            "extra_info": {"index": i},
+        }
+        for i, entry in enumerate(prompts.entries)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / "train.parquet"))
+
+
+def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, folder: Path) -> list[dict]:
+    """Run verl's trainer through the recipes' launcher; the metrics of its steps.
+
+    Raises RuntimeError, with the log's end, if a step is missing.
+    """
+    width = FAMILIES[cell.family].width(cell.steps[1])
+    data = folder.parent / f"start-{seed % cell.warm_starts}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    batch = settings.prompts * settings.group
+    overrides = {
+        "seed": seed,
+        "run_dir": folder,
+        "actor_rollout_ref.model.path": data / "model",
+        "data.train_files": data / "train.parquet",
+        "data.val_files": data / "train.parquet",
+        "reward.custom_reward_function.path": HERE / "miniature" / "reward.py",
+        "data.train_batch_size": settings.prompts,
+        "data.max_prompt_length": width,
+        "data.max_response_length": LIMIT,
+        "actor_rollout_ref.rollout.n": settings.group,
+        "actor_rollout_ref.rollout.max_num_seqs": batch,
+        "actor_rollout_ref.actor.loss_agg_mode": RULES[rule].mode,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": settings.prompts // settings.mini_batches,
+        "actor_rollout_ref.actor.ppo_epochs": settings.epochs,
+        "actor_rollout_ref.actor.shuffle": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": batch * (width + LIMIT),
+        "actor_rollout_ref.actor.optim.lr": lr,
+        "actor_rollout_ref.actor.clip_ratio_low": settings.clip_low,
+        "actor_rollout_ref.actor.clip_ratio_high": settings.clip_high,
+        "actor_rollout_ref.actor.grad_clip": settings.grad_norm,
+        "trainer.total_training_steps": settings.steps,
+        "trainer.n_gpus_per_node": 1,
+        "ray_kwargs.ray_init.num_gpus": 1,
+        "trainer.rollout_data_dir": "null",
+    }
+    command = ["bash", str(ROOT / "recipes" / "launch.sh"), "demo", "token"]
+    environment = os.environ | {
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "RESULTS_DIR": str(folder.parent),
+    }
+    with (folder / "train.log").open("wb") as log:
+        done = subprocess.run(
+            [*command, *(f"{key}={value}" for key, value in overrides.items())],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    lines = [json.loads(line)["data"] for path in sorted(folder.glob("metrics/*.jsonl")) for line in path.open()]
+    steps = [line for line in lines if "actor/pg_loss" in line]
+    if len(steps) < settings.steps:
+        tail = "\n".join((folder / "train.log").read_text(errors="replace").splitlines()[-25:])
+        raise RuntimeError(
+            f"{folder.name}: {len(steps)} of {settings.steps} steps, exit status {done.returncode}. "
+            f"The log's end, {folder / 'train.log'}:\n{tail}"
+        )
+    return steps
+
+
+def tenths(series: list[float | None]) -> list[float | None]:
+    """Means of the tenths of a run over the steps that have a value: [10], None where no step has one."""
+    parts = ([v for v in part if v is not None] for part in np.array_split(np.array(series, dtype=object), 10))
+    return [float(f"{np.mean(part):.4g}") if part else None for part in parts]
+
+
+def run_in_loop(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, cache: Path) -> Row:
+    """`MEASURES` as means of the run's tenths."""
+    torch.set_num_threads(1)
+    curves = train.run(cell, rule, lr, seed, settings, cache, start_of(cell, seed, settings, cache))["curves"]
+    return {name: curves[name] for name in MEASURES}
+
+
+def run_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, cache: Path) -> Row:
+    """The same, and the median time of a step [s]."""
+    steps = train_in_verl(cell, rule, seed, lr, settings, cache / NAME / cell.name / f"{rule}-{seed}")
+    return {name: tenths([step.get(key) for step in steps]) for name, key in MEASURES.items()} | {
+        "s_per_step": round(float(np.median([step["timing_s/step"] for step in steps])), 2)
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# All runs, resumable
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def planned(table: dict[str, Any]) -> list[tuple[str, str, str, int]]:
+    """(where, cell, rule, seed) of every run, the loop's first."""
+    first = table["seeds"][0]
+    seeds = {"loop": range(first, first + table["loop_seeds"]), "verl": table["seeds"]}
+    return [
+        (where, cell, rule, seed)
+        for where, numbers in seeds.items()
+        for seed in numbers
+        for cell in table["cells"]
+        for rule in table["rules"]
+    ]
+
+
+def finished(rows: list[Row], settings: train.Settings, cells: dict[str, Cell], lr: float) -> dict[tuple, Row]:
+    """The rows of these settings, by (where, cell, rule, seed)."""
+    digests = {name: train.setup_digest(cell, settings) for name, cell in cells.items()}
+    return {
+        (row["where"], row["cell"], row["rule"], row["seed"]): row
+        for row in rows
+        if row["cell"] in cells and (row["setup"], row["lr"]) == (digests[row["cell"]], lr)
+    }
+
+
+def main(
+    workers: Annotated[int, typer.Option(help="runs of verl at a time, some 5 GiB each")] = 1,
+    cache: Annotated[Path, typer.Option(help="where warm starts, logs and checkpoints are kept")] = runner.CACHE,
+) -> None:
+    """Train the cells of miniature/in_verl.toml in the loop and in verl; goes on where it was stopped."""
+    table, cells, settings = specification()
+    if without := [rule for rule in table["rules"] if RULES[rule].mode is None]:
+        raise typer.BadParameter(f"{SPECIFICATION}: verl has no mode for {', '.join(without)}")
+    done = finished(runner.read_rows(RESULTS), settings, cells, table["lr"])
+    todo = [key for key in planned(table) if key not in done]
+    console.print(f"{len(planned(table))} runs, {len(todo)} to do", highlight=False)
+    at = runner.commit()
+    loop, verl = ([key for key in todo if key[0] == where] for where in ("loop", "verl"))
+    with (
+        ProcessPoolExecutor(runner.WORKERS, get_context("spawn")) as processes,
+        ThreadPoolExecutor(workers) as threads,  # each waits for a trainer of its own
+    ):
+        for keys, pool in ((loop, processes), (verl, threads)):
+            for future in as_completed([pool.submit(run_one, key, cache) for key in keys]):
+                row = future.result() | {"commit": at}
+                runner.append_row(RESULTS, row)
+                name = " ".join(str(row[key]) for key in ("where", "cell", "rule", "seed"))
+                console.print(f"{name}: reward {_mean(row['reward']):.3f}", highlight=False)
+    typer.echo(table_markdown())
+
+
+def run_one(key: tuple[str, str, str, int], cache: Path) -> Row:
+    """The row of one run, without its commit."""
+    where, name, rule, seed = key
+    table, cells, settings = specification()
+    cell, lr = cells[name], table["lr"]
+    data = cache / NAME / name / f"start-{seed % cell.warm_starts}"
+    if where == "loop":
+        values = run_in_loop(cell, rule, seed, lr, settings, cache)
+    else:
+        with train.locked(data):
+            if not (data / "train.parquet").exists():
+                prepare(cell, seed, settings, data, cache)
+        values = run_in_verl(cell, rule, seed, lr, settings, cache)
+    row = {
+        "where": where,
+        "cell": name,
+        "rule": rule,
+        "seed": seed,
+        "lr": lr,
+        "setup": train.setup_digest(cell, settings),
+    }
+    return row | values
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The comparison
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _mean(values: list[float | None]) -> float:
+    return float(np.mean([v for v in values if v is not None]))
+
+
+SUMMARIES = {
+    "reward": ("reward, mean of the steps", lambda row: _mean(row["reward"])),
+    "length_+": ("length of the right, last third", lambda row: _mean(row["length_+"][-3:])),
+    "length_-": ("length of the wrong, last third", lambda row: _mean(row["length_-"][-3:])),
+    "negative_share": ("weight of negatives, mean", lambda row: _mean(row["negative_share"])),
+}
+
+
+def difference(rows: dict[tuple, Row], where: str, cell: str, rules: tuple[str, str], measure: str) -> np.ndarray:
+    """Of the first rule less the second, paired by seed: [seeds]."""
+    value = SUMMARIES[measure][1]
+    by_rule = [{key[3]: value(row) for key, row in rows.items() if key[:3] == (where, cell, rule)} for rule in rules]
+    seeds = sorted(set(by_rule[0]) & set(by_rule[1]))
+    return np.array([by_rule[0][s] - by_rule[1][s] for s in seeds])
+
+
+def agreement(loop: np.ndarray, verl: np.ndarray) -> Estimate:
+    """Mean in verl less mean in the loop, with Welch's 95% interval."""
+    from scipy.stats import ttest_ind
+
+    interval = ttest_ind(verl, loop, equal_var=False).confidence_interval(0.95)
+    return Estimate(float(verl.mean() - loop.mean()), float(interval.low), float(interval.high))
+
+
+def table_markdown() -> str:
+    """The report's part. Raises FileNotFoundError where nothing was run."""
+    if not RESULTS.exists():
+        raise FileNotFoundError(2, "not run", str(RESULTS))
+    table, cells, settings = specification()
+    rows = finished(runner.read_rows(RESULTS), settings, cells, table["lr"])
+    first, *others = table["rules"][::-1]  # each rule against the last
+    lines, signs, same = [], [], []
+    for cell in cells:
+        for rule in others[::-1]:
+            for measure, (title, _) in SUMMARIES.items():
+                loop, verl = (difference(rows, where, cell, (rule, first), measure) for where in ("loop", "verl"))
+                if len(loop) < 2 or len(verl) < 2:
+                    continue
+                gap = agreement(loop, verl)
+                if abs(loop.mean()) > 2 * loop.std(ddof=1) / len(loop) ** 0.5:
+                    signs.append(loop.mean() * verl.mean() > 0)
+                same.append(gap.low <= 0 <= gap.high)
+                lines.append(
+                    (cell, f"{rule} − {first}", title, *(f"{d.mean():+.3f}" for d in (loop, verl)), gap.text("+.3f"))
+                )
+    counts = {where: sum(key[0] == where for key in rows) for where in ("loop", "verl")}
+    header = ("cell", "difference", "of", "loop", "verl", "verl − loop [Welch 95%]")
+    text = [
+        f"The cells again, with heads of 32 and {settings.steps} steps, in the loop ({table['loop_seeds']} seeds a cell and "
+        f"rule) and through `verl.trainer.main_ppo` on the CPU ({len(table['seeds'])} seeds): "
+        f"{counts['loop']} and {counts['verl']} runs of {sum(key[0] == 'loop' for key in planned(table))} and "
+        f"{sum(key[0] == 'verl' for key in planned(table))}. Rewards and lengths are those of training.",
+        "",
+        Table(header, lines).markdown(),
+    ]
+    if lines:
+        text.append(
+            f"Where the loop's difference is clear of zero (two standard errors), verl's has the same sign in {sum(signs)} "
+            f"of {len(signs)}; in {sum(same)} of {len(same)} rows the interval of their difference holds zero.\n"
+        )
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
