@@ -17,14 +17,14 @@ demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all
 	@$(PY) recipes/demo/run.py $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
-test: setup  ## all tests: two at a time, then verl's real trainer
+test: setup  ## the tests: two at a time, then verl's real trainer; `test-trainer` has more of it
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
-	@$(PY) -m pytest -m trainer
+	@$(PY) -m pytest -m "trainer and not deep"
 
 test-fast: setup  ## the tests that take no time, two at a time
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not slow"
 
-test-trainer: setup  ## verl's real trainer on the CPU
+test-trainer: setup  ## every test of verl's real trainers on the CPU, those that `test` leaves out too (an hour)
 	@$(PY) -m pytest -m trainer
 
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)

@@ -379,6 +379,7 @@ def free_port() -> int:
 
 
 @pytest.mark.trainer
+@pytest.mark.deep
 def test_a_ray_job_trains_with_the_uploaded_package(real_ray, tmp_path):
     """Entry points are off, as on nodes where the package is not installed."""
     paths = prepare(ROOT / ".cache")

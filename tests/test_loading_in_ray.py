@@ -77,6 +77,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @pytest.mark.trainer
+@pytest.mark.deep
 def test_a_ray_that_was_started_before(prepared, tmp_path, started_ray):
     """The trainer with the variable in Ray's runtime environment; then jobs with a working directory and with a wheel."""
     address, jobs = started_ray

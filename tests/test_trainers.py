@@ -68,6 +68,7 @@ def test_colocate_async_with_dynamic_sampling(prepared, tmp_path):
         assert all(len(update.advantages(uid)) == 2 for uid in update.groups)  # right and wrong
 
 
+@pytest.mark.deep
 def test_separate_async(prepared, tmp_path):
     """Two updates between two transfers of weights: an update is half a batch, and still of whole groups.
 
@@ -95,6 +96,7 @@ def test_separate_async(prepared, tmp_path):
         assert step["actor/pg_loss"] == pytest.approx((logged_again(first) + logged_again(second)) / 2, abs=1e-6)
 
 
+@pytest.mark.deep
 def test_one_step_off_policy(prepared, tmp_path):
     """Generation is a step behind; log-probabilities are taken anew. The trainer of verl 0.9.1 cannot dump rollouts."""
     run = launch_with_probe(
@@ -111,6 +113,7 @@ def test_one_step_off_policy(prepared, tmp_path):
     check_run(*run, on_policy=True)
 
 
+@pytest.mark.deep
 def test_fully_async_policy_with_an_overlong_penalty(prepared, tmp_path):
     """As it is shipped, in bypass mode: the ratio is to the policy that generated.
 

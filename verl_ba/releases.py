@@ -75,7 +75,7 @@ RELEASES = (
         layouts=("padded", "nested"),
         entry_points=True,
         global_critic=True,
-        ran=f"{_CONTRACT}; verl's real trainer on the CPU (`make test`)",
+        ran=f"{_CONTRACT}; verl's real trainers on the CPU (`make test-trainer`)",
     ),
 )
 """Every supported release, oldest first. Another one is refused, not guessed at."""
