@@ -62,8 +62,8 @@ whole update, mean over updates: verl's policy loss before the first optimizer s
 nats per character.
 
 To run: `make study-screen`, `make study`, `make study-verl` (all go on where they were stopped), `make study-quick`. The
-loop is in [miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths that
-`verl_ba.hooks` would put beside each response.
+loop is in [miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths
+that `verl_ba.hooks` would put beside each response.
 """.strip()
 
 
