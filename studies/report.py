@@ -290,6 +290,10 @@ def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, lis
         third = outcome.family(scores, [(rule, other, "all", cells) for rule in others for other in table["against"]])
         lines += ["**The other arms** (one family): mean of the cells.", "", comparisons_table(third)]
 
+    text, claimed = claims_part(rows, lr, document["claims"])
+    lines += ["**What the paper says, and what we say of its rule** (one family).", "", text]
+    verdicts += claimed
+
     lines += ["**The goal**, rule by rule.", ""]
     tested = [rule for rule in rules if rule not in ("token", "sequence")]
     text, goals = goal(scores, cells, table["lengths_vary"], tested, table["margin"])
@@ -297,6 +301,30 @@ def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, lis
     verdicts += goals
     lines += [measures_table(rows, cells, rules, lr)]
     return "\n".join(lines), verdicts
+
+
+def claims_part(rows: Rows, lr: float, claims: Sequence[dict[str, Any]]) -> tuple[str, list[Verdict]]:
+    """Table and verdicts of claims 'rule a has more of a measure than rule b in these cells', corrected together."""
+    arrays = []
+    for claim in claims:
+        scores = Scores(rows, MEASURES[claim["measure"]][1], lr)
+        arrays.append((claim["a"], claim["b"], claim["says"], scores.array(claim["cells"], (claim["a"], claim["b"]))))
+    compared = outcome.corrected(arrays)
+    titles = {claim["says"]: MEASURES[claim["measure"]][0] for claim in claims}
+    lines = [
+        (
+            c.where,
+            f"{titles[c.where]}, {c.a} − {c.b}",
+            str(c.seeds),
+            c.difference.text("+.4f"),
+            f"{c.adjusted:.4f}",
+            c.verdict,
+        )
+        for c in compared
+    ]
+    header = ("claim", "difference of", "seeds", "[95% interval]", "p, Holm", "true?")
+    verdicts = [Verdict(f"{c.where}: {c.difference.text('+.4f')}", c.verdict) for c in compared]
+    return Table(header, lines).markdown(), verdicts
 
 
 def goal(

@@ -494,6 +494,9 @@ def test_the_protocols_plan_has_at_most_six_arms_at_least_twenty_new_seeds_and_a
     assert not {job.seed for job in jobs} & {job.seed for job in screening}
     assert {job.cell.family for job in jobs} - {job.cell.family for job in screening}
     assert {"pooled-4", "balanced", "token", "sequence"} <= {job.rule for job in jobs}
+    for claim in runner.read_toml(runner.PROTOCOL)["claims"]:
+        assert {claim["a"], claim["b"]} <= {job.rule for job in jobs}
+        assert set(claim["cells"]) <= {job.cell.name for job in jobs}
     assert len({job.key for job in jobs}) == len(jobs)
 
 
@@ -664,12 +667,17 @@ def test_the_report_of_known_rows_says_what_they_carry_and_nothing_without_them(
         curves = {name: [0.1 * i for i in range(13)] for name in ("accuracy", "length", "cut", "entropy")}
         curves |= {name: [0.1] * 12 for name in ("reward", "drift", "negative_share", "length_+")}
         curves |= {"length_-": [3.0, None], "cosine": [0.1, None]}
+        curves["drift"] = [rng.normal(0.3 if job.rule == "token" else 0.1, 0.01)]
+        curves["length"][-1] = rng.normal(10 if job.rule == "token" else 9, 0.1)
         numbers = {"auc": auc, "last": auc, "drop": 0.0, "curves": curves, "wall_s": 1.0}
         runner.append_row(runner.results_path("confirmation"), job.row(protocol="other", commit="abc") | numbers)
     text, figures = report.build()
     assert "**The protocol was changed after these runs" in text
     held, rest = text.split("Held:")[1].split("Failed:")
     failed, undecided = rest.split("Undecided by these runs:")
+    assert "token's loss drifts further from 0 than balanced's: +0." in held
+    assert "balanced ends with longer responses than token where lengths vary, as its push foretells: -" in failed
+    assert "token falls further behind its best evaluation than balanced: +0.0000 [+0.0000, +0.0000]" in undecided
     for other in ("balanced", "token", "sequence"):
         assert f"pooled-4 is better than {other} over all cells: +0.0" in held
     assert "pooled-4 is within 0.005 of the better of token and sequence in every cell" in held

@@ -6,7 +6,8 @@ permutation test of the paired differences, two-sided, corrected after Holm over
 pointwise; a verdict of a family asks for both.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,12 @@ HELD, FAILED, UNDECIDED = "held", "failed", "undecided"
 class Scores:
     """A measure of the rows at one learning rate: by cell and rule, the seeds that all the rules asked for share."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], measure: str, lr: float) -> None:
+    def __init__(self, rows: Sequence[dict[str, Any]], measure: str | Callable[[dict], float], lr: float) -> None:
+        read = measure if callable(measure) else operator.itemgetter(measure)
         self.by_cell: dict[str, dict[str, dict[int, float]]] = {}
         for row in rows:
             if row["lr"] == lr and "error" not in row:
-                self.by_cell.setdefault(row["cell"], {}).setdefault(row["rule"], {})[row["seed"]] = row[measure]
+                self.by_cell.setdefault(row["cell"], {}).setdefault(row["rule"], {})[row["seed"]] = read(row)
 
     def array(self, cells: Sequence[str], rules: Sequence[str]) -> np.ndarray:
         """[seeds, cells, rules], of the seeds that every one of them has; no seed: shape [0, …]."""
@@ -117,7 +119,11 @@ class Comparison:
 
 def family(scores: Scores, wanted: Sequence[tuple[str, str, str, Sequence[str]]]) -> list[Comparison]:
     """Comparisons (a, b, where, cells), corrected together; those without two common seeds are left out."""
-    arrays = [(a, b, where, scores.array(cells, (a, b))) for a, b, where, cells in wanted]
+    return corrected([(a, b, where, scores.array(cells, (a, b))) for a, b, where, cells in wanted])
+
+
+def corrected(arrays: Sequence[tuple[str, str, str, np.ndarray]]) -> list[Comparison]:
+    """Comparisons of (a, b, where, [seeds, cells, 2]), their p-values corrected together; under two seeds: left out."""
     arrays = [item for item in arrays if len(item[3]) > 1]
     p_values = [p_value(array) for *_, array in arrays]
     return [
