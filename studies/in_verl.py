@@ -56,7 +56,7 @@ def specification() -> tuple[dict[str, Any], dict[str, Cell], train.Settings]:
     known = runner.cells(runner.read_toml(runner.PROTOCOL)["cells"])
     shape = Shape(**table["shape"])
     settings = replace(train.Settings(), steps=table["steps"], evaluations=11, evaluation_prompts=16, shape=shape)
-    return table, {name: known[name] for name in table["cells"]}, settings
+    return table, {name: replace(known[name], warm_starts=len(table["seeds"])) for name in table["cells"]}, settings
 
 
 def start_of(cell: Cell, seed: int, settings: train.Settings, cache: Path) -> Model:
@@ -260,8 +260,8 @@ def planned(table: dict[str, Any]) -> list[tuple[str, str, str, int]]:
         (where, cell, rule, seed)
         for where, numbers in seeds.items()
         for seed in numbers
-        for cell in table["cells"]
         for rule in table["rules"]
+        for cell in table["cells"]  # innermost: two processes make two warm starts, not one twice
     ]
 
 

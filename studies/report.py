@@ -420,6 +420,35 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def trade_section(documents: dict[str, dict[str, Any]], rows: dict[str, Rows]) -> str:
+    """Every rule's push, drift and area side by side; `documents` and `rows` by stage."""
+    lines = []
+    for rule in RULES:
+        push = "1" if rule == "balanced" else push_verdict(rule)[1]
+        cells = [rule, push]
+        for stage, document in documents.items():
+            table = document[stage]
+            of_cell = [_values(rows[stage], cell, rule, table["lr"], "drift") for cell in table["cells"]]
+            drift = float(np.mean([v.mean() for v in of_cell])) if all(len(v) for v in of_cell) else math.nan
+            both = Scores(rows[stage], "auc", table["lr"]).array(table["cells"], (rule, "balanced"))
+            area = "" if rule == "balanced" or len(both) < 2 else outcome.difference(both).text("+.4f")
+            cells += ["" if math.isnan(drift) else f"{drift:.4f}", area]
+        lines.append(tuple(cells))
+    header = ["rule", "largest share of balanced's push"]
+    for stage in documents:
+        header += [f"drift, {stage}", f"area less balanced's, {stage}"]
+    return TRADE + "\n\n" + Table(tuple(header), lines).markdown()
+
+
+TRADE = """
+## What trades against what
+
+`balanced` keeps the loss at ratio 1 at zero in every group, and pushes on length in small subsets. Rules that borrow from the
+whole update push less and let the loss drift a little; the token rules do not push and drift most; `sequence` does neither,
+and gives a token of a long response less weight. The push is that of the null model (8 responses, two lengths). Drift and
+area are means of the cells; the screening's have four seeds, and no correction for the number of rules.
+""".strip()
+
 LIMITS = """
 ## What this cannot say
 
@@ -520,6 +549,7 @@ def build() -> tuple[str, list[Figure]]:
         confirmation,
         *_images(figures, "confirmation"),
         other_part("The same in verl's own trainer", "in_verl"),
+        trade_section({"screening": screening, "confirmation": protocol}, rows),
         LIMITS,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n", figures

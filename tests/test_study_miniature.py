@@ -685,6 +685,11 @@ def test_the_report_of_known_rows_says_what_they_carry_and_nothing_without_them(
     assert f"{worse} reaches the goal" in failed
     assert f"{worse}'s push in the null model" in held + failed + undecided
     assert len(figures) == 2
+    trade = text.split("## What trades against what")[1]
+    row = next(line for line in trade.splitlines() if line.startswith("| pooled-4 |"))
+    assert "| 0.25, k = 3 |" in row
+    assert row.count("+0.04") == 1  # no screening here
+    assert "| balanced | 1 |" in trade
     lines = runner.results_path("confirmation").read_text().splitlines(keepends=True)
     runner.results_path("confirmation").write_text("".join(lines[1:]))
     assert "**Incomplete:" in report.build()[0]
