@@ -631,6 +631,39 @@ def test_a_push_is_judged_at_every_k_by_two_standard_errors():
     assert judge_pushes(pushes(-0.01, 0.0, 0.018, error=0.0009), balanced)[0] == "held"
 
 
+def test_the_docs_table_and_differences_are_those_of_the_committed_runs():
+    from studies import report
+
+    rows = list(
+        runner.finished(runner.read_rows(runner.HERE.parent / "results" / "miniature-confirmation.jsonl")).values()
+    )
+    document = runner.read_toml(runner.HERE / "protocol.toml")
+    table = document["confirmation"]
+    assert len(rows) == len(table["cells"]) * len(table["rules"]) * len(table["seeds"])
+
+    def mean(rule, measure):
+        return np.mean([report._values(rows, cell, rule, table["lr"], measure).mean() for cell in table["cells"]])
+
+    text = (runner.ROOT / "docs" / "which-aggregation.md").read_text()
+    lines = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
+    arms = ("balanced", "token", "sequence")
+    for title, form, measure in (
+        ("area under the accuracy, mean of four tasks", ".3f", "auc"),
+        ("last length [characters]", ".1f", "length"),
+    ):
+        numbers = " | ".join(f"{mean(rule, measure):{form}}".removeprefix("0") for rule in arms)
+        assert lines[f"| {title}"] == f"| {title} | {numbers} |"
+    assert f"{mean('token', 'drift'):.3f}".removeprefix("0") in lines["| loss at ratio 1, away from 0 by"]
+    assert max(mean(rule, "drift") for rule in ("balanced", "sequence")) < 1e-4
+    for a, b, said in (
+        ("pooled-4", "balanced", "+.0025 [.0001, .0051]"),
+        ("token", "balanced", ".0037 [.0011, .0064]"),
+    ):
+        array = outcome.Scores(rows, "auc", table["lr"]).array(table["cells"], (a, b))
+        assert outcome.difference(array).text(".4f").replace("0.", ".") == said.removeprefix("+")
+        assert said in text
+
+
 def test_the_screening_chooses_by_its_rule():
     from studies import report
 
