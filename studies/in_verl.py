@@ -55,14 +55,14 @@ def specification() -> tuple[dict[str, Any], dict[str, Cell], train.Settings]:
     table = runner.read_toml(SPECIFICATION)["study"]
     known = runner.cells(runner.read_toml(runner.PROTOCOL)["cells"])
     shape = Shape(**table["shape"])
-    settings = replace(train.Settings(), steps=table["steps"], evaluations=11, evaluation_prompts=16, shape=shape)
+    settings = replace(train.Settings(), **table["settings"], evaluations=11, evaluation_prompts=16, shape=shape)
     return table, {name: replace(known[name], warm_starts=len(table["seeds"])) for name in table["cells"]}, settings
 
 
 def start_of(cell: Cell, seed: int, settings: train.Settings, cache: Path) -> Model:
     """The warm start of a cell and seed, without a bias in the output layer; cached."""
     seed %= cell.warm_starts
-    path = cache / f"unbiased-{cell.name}-{seed}-{train.setup_digest(cell, settings)}.pt"
+    path = cache / f"unbiased-{cell.name}-{seed}-{train.warm_key(cell, settings)}.pt"
     model = train.new_model(cell, settings, seed)
     model.head.bias = None
     weights = train.cached(

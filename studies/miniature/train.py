@@ -136,13 +136,17 @@ def _seed(*parts: Any) -> int:
     return zlib.crc32(" ".join(map(str, parts)).encode())
 
 
+def warm_key(cell: Cell, settings: Settings) -> str:
+    """Of everything that a warm start depends on besides its number."""
+    here = Path(__file__).parent
+    key = _digest({**asdict(cell), "warm_starts": None}, asdict(settings.shape), settings.warm_batch, settings.warm_lr)
+    return key + _digest(*((here / name).read_text() for name in ("tasks.py", "model.py")))
+
+
 def warm_start(cell: Cell, seed: int, settings: Settings, cache: Path) -> Model:
     """The model from which runs of this cell and seed start, after supervision on demonstrations; cached."""
     seed %= cell.warm_starts
-    here = Path(__file__).parent
-    key = _digest({**asdict(cell), "warm_starts": None}, asdict(settings.shape), settings.warm_batch, settings.warm_lr)
-    key += _digest(*((here / name).read_text() for name in ("tasks.py", "model.py")))
-    path = cache / f"warm-{cell.name}-{seed}-{key}.pt"
+    path = cache / f"warm-{cell.name}-{seed}-{warm_key(cell, settings)}.pt"
     model = new_model(cell, settings, seed)
     weights = cached(
         path,
