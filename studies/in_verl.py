@@ -342,12 +342,16 @@ SUMMARIES = {
 }
 
 
-def difference(rows: dict[tuple, Row], where: str, cell: str, rules: tuple[str, str], measure: str) -> np.ndarray:
-    """Of the first rule less the second, paired by seed: [seeds]."""
-    value = SUMMARIES[measure][1]
-    by_rule = [{key[3]: value(row) for key, row in rows.items() if key[:3] == (where, cell, rule)} for rule in rules]
-    seeds = sorted(set(by_rule[0]) & set(by_rule[1]))
-    return np.array([by_rule[0][s] - by_rule[1][s] for s in seeds])
+def values(rows: dict[tuple, Row], where: str, cell: str, rule: str, other: str | None, measure: str) -> np.ndarray:
+    """Of every seed, of one rule, or less those of another rule with the same seed: [seeds]."""
+    read = SUMMARIES[measure][1]
+    by_rule = [
+        {key[3]: read(row) for key, row in rows.items() if key[:3] == (where, cell, name)}
+        for name in (rule, other)
+        if name is not None
+    ]
+    seeds = sorted(set.intersection(*map(set, by_rule)))
+    return np.array([by_rule[0][s] - (by_rule[1][s] if other else 0.0) for s in seeds])
 
 
 def agreement(loop: np.ndarray, verl: np.ndarray) -> Estimate:
@@ -364,35 +368,37 @@ def table_markdown() -> str:
         raise FileNotFoundError(2, "not run", str(RESULTS))
     table, cells, settings = specification()
     rows = finished(runner.read_rows(RESULTS), settings, cells, table["lr"])
-    first, *others = table["rules"][::-1]  # each rule against the last
+    last, *others = table["rules"][::-1]  # each rule against the last
+    wanted = [(cell, (rule, None)) for cell in cells for rule in table["rules"]]
+    wanted += [(cell, (rule, last)) for cell in cells for rule in others[::-1]]
     lines, signs, same = [], [], []
-    for cell in cells:
-        for rule in others[::-1]:
-            for measure, (title, _) in SUMMARIES.items():
-                loop, verl = (difference(rows, where, cell, (rule, first), measure) for where in ("loop", "verl"))
-                if len(loop) < 2 or len(verl) < 2:
-                    continue
-                gap = agreement(loop, verl)
-                if abs(loop.mean()) > 2 * loop.std(ddof=1) / len(loop) ** 0.5:
-                    signs.append(loop.mean() * verl.mean() > 0)
-                same.append(gap.low <= 0 <= gap.high)
-                lines.append(
-                    (cell, f"{rule} − {first}", title, *(f"{d.mean():+.3f}" for d in (loop, verl)), gap.text("+.3f"))
-                )
-    counts = {where: sum(key[0] == where for key in rows) for where in ("loop", "verl")}
-    header = ("cell", "difference", "of", "loop", "verl", "verl − loop [Welch 95%]")
+    for cell, (rule, other) in wanted:
+        for measure, (title, _) in SUMMARIES.items():
+            loop, verl = (values(rows, where, cell, rule, other, measure) for where in ("loop", "verl"))
+            if len(loop) < 2 or len(verl) < 2:
+                continue
+            gap = agreement(loop, verl)
+            same.append(gap.low <= 0 <= gap.high)
+            if other and abs(loop.mean()) > 2 * loop.std(ddof=1) / len(loop) ** 0.5:
+                signs.append(loop.mean() * verl.mean() > 0)
+            form = "+.3f" if other else ".3f"
+            name = f"{rule} − {other}" if other else rule
+            lines.append((cell, name, title, *(f"{v.mean():{form}}" for v in (loop, verl)), gap.text("+.3f")))
+    done, all_of = ({w: sum(key[0] == w for key in keys) for w in ("loop", "verl")} for keys in (rows, planned(table)))
+    header = ("cell", "rule", "of", "loop", "verl", "verl − loop [Welch 95%]")
     text = [
-        f"The cells again, with heads of 32 and {settings.steps} steps, in the loop ({table['loop_seeds']} seeds a cell and "
-        f"rule) and through `verl.trainer.main_ppo` on the CPU ({len(table['seeds'])} seeds): "
-        f"{counts['loop']} and {counts['verl']} runs of {sum(key[0] == 'loop' for key in planned(table))} and "
-        f"{sum(key[0] == 'verl' for key in planned(table))}. Rewards and lengths are those of training.",
+        f"The cells again, with heads of 32, {settings.prompts} prompts an update and {settings.steps} updates, in the loop "
+        f"and through `verl.trainer.main_ppo` on the CPU: {done['loop']} of {all_of['loop']} and {done['verl']} of "
+        f"{all_of['verl']} runs. Rewards and lengths are those of training; differences are paired by seed. The noise of "
+        "sampling is another in verl.",
         "",
         Table(header, lines).markdown(),
     ]
     if lines:
         text.append(
-            f"Where the loop's difference is clear of zero (two standard errors), verl's has the same sign in {sum(signs)} "
-            f"of {len(signs)}; in {sum(same)} of {len(same)} rows the interval of their difference holds zero.\n"
+            f"The interval of verl less loop holds zero in {sum(same)} of {len(same)} rows; 95% are expected where the two "
+            f"are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard errors), "
+            f"{sum(signs)} have the same sign in verl.\n"
         )
     return "\n".join(text)
 

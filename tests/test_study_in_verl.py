@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -118,7 +119,7 @@ def rows_of(differences):
 
 def test_agreement_is_paired_and_widens_with_the_spread():
     rows = rows_of({"loop": [0.1, 0.11, 0.09, 0.1], "verl": [0.1, 0.12, 0.08]})
-    loop, verl = (in_verl.difference(rows, w, "c", ("token", "balanced"), "reward") for w in ("loop", "verl"))
+    loop, verl = (in_verl.values(rows, w, "c", "token", "balanced", "reward") for w in ("loop", "verl"))
     np.testing.assert_allclose((loop.mean(), verl.mean()), 0.1)
     gap = in_verl.agreement(loop, verl)
     assert gap.low < 0 < gap.high < 0.1
@@ -147,10 +148,17 @@ def test_the_table_counts_signs_and_agreements(tmp_path, monkeypatch):
         return in_verl.table_markdown()
 
     agree, differ = write(1.0), write(-1.0)
-    assert f"{first} − {last}" in agree
+    assert f"| {first} − {last} |" in agree
     clear = 2 * len(in_verl.SUMMARIES)  # the first rule's, in two cells
-    assert f"the same sign in {clear} of {clear}" in agree
-    assert f"the same sign in 0 of {clear}" in differ
+    counts = []
+    for text in (agree, differ):
+        found = re.search(
+            r"holds zero in (\d+) of (\d+) rows.* Of the (\d+) differences .*, (\d+) have the same sign", text
+        )
+        counts.append([int(n) for n in found.groups()])
+    assert [c[2:] for c in counts] == [[clear, clear], [clear, 0]]
+    assert counts[0][0] >= 0.8 * counts[0][1]
+    assert counts[1][0] <= counts[0][0] - 1.6 * clear  # the first rule's levels, and the differences
 
 
 def test_without_runs_the_report_says_so(tmp_path, monkeypatch):
