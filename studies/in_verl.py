@@ -397,8 +397,8 @@ def table_markdown() -> str:
     if lines:
         text.append(
             f"The interval of verl less loop holds zero in {sum(same)} of {len(same)} rows; 95% are expected where the two "
-            f"are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard errors), "
-            f"{sum(signs)} have the same sign in verl.\n"
+            f"are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard "
+            f"errors), {sum(signs)} have the same sign in verl.\n"
         )
     return "\n".join(text)
 
