@@ -166,14 +166,18 @@ def prepare(cell: Cell, seed: int, settings: train.Settings, folder: Path, cache
 
 
 def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, folder: Path) -> list[dict]:
-    """Run verl's trainer through the recipes' launcher; the metrics of its steps.
+    """Run verl's trainer through the recipes' launcher; the metrics of its steps. A run that is whole is not run again.
 
     Raises RuntimeError, with the log's end, if a step is missing.
     """
     width = FAMILIES[cell.family].width(cell.steps[1])
-    data = folder.parent / f"start-{seed % cell.warm_starts}"
+    data, setup = folder.parent / f"start-{seed % cell.warm_starts}", folder / "setup"
+    as_now = f"{train.setup_digest(cell, settings)} {lr}"
+    if setup.exists() and setup.read_text() == as_now and len(steps := read_steps(folder)) == settings.steps:
+        return steps
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    setup.write_text(as_now)
     batch = settings.prompts * settings.group
     overrides = {
         "seed": seed,
@@ -215,8 +219,7 @@ def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.S
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    lines = [json.loads(line)["data"] for path in sorted(folder.glob("metrics/*.jsonl")) for line in path.open()]
-    steps = [line for line in lines if "actor/pg_loss" in line]
+    steps = read_steps(folder)
     if len(steps) < settings.steps:
         tail = "\n".join((folder / "train.log").read_text(errors="replace").splitlines()[-25:])
         raise RuntimeError(
@@ -224,6 +227,12 @@ def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.S
             f"The log's end, {folder / 'train.log'}:\n{tail}"
         )
     return steps
+
+
+def read_steps(folder: Path) -> list[dict]:
+    """The metrics of each training step that verl's file logger has written below `folder`."""
+    lines = [json.loads(line)["data"] for path in sorted(folder.glob("metrics/*.jsonl")) for line in path.open()]
+    return [line for line in lines if "actor/pg_loss" in line]
 
 
 def tenths(series: list[float | None]) -> list[float | None]:
@@ -287,17 +296,26 @@ def main(
     todo = [key for key in planned(table) if key not in done]
     console.print(f"{len(planned(table))} runs, {len(todo)} to do", highlight=False)
     at = runner.commit()
+    failed: list[str] = []
     loop, verl = ([key for key in todo if key[0] == where] for where in ("loop", "verl"))
     with (
         ProcessPoolExecutor(runner.WORKERS, get_context("spawn")) as processes,
         ThreadPoolExecutor(workers) as threads,  # each waits for a trainer of its own
     ):
         for keys, pool in ((loop, processes), (verl, threads)):
-            for future in as_completed([pool.submit(run_one, key, cache) for key in keys]):
+            futures = {pool.submit(run_one, key, cache): key for key in keys}
+            for future in as_completed(futures):
+                if error := future.exception():
+                    failed.append(f"{' '.join(map(str, futures[future]))}: {error}")
+                    console.print(f"failed: {failed[-1]}", style="red", highlight=False, markup=False)
+                    continue
                 row = future.result() | {"commit": at}
                 runner.append_row(RESULTS, row)
                 name = " ".join(str(row[key]) for key in ("where", "cell", "rule", "seed"))
                 console.print(f"{name}: reward {_mean(row['reward']):.3f}", highlight=False)
+    if failed:
+        typer.echo(f"{len(failed)} of {len(todo)} runs failed; run again to retry them", err=True)
+        raise typer.Exit(1)
     typer.echo(table_markdown())
 
 
@@ -310,7 +328,7 @@ def run_one(key: tuple[str, str, str, int], cache: Path) -> Row:
     if where == "loop":
         values = run_in_loop(cell, rule, seed, lr, settings, cache)
     else:
-        with train.locked(data):
+        with train.locked(data.parents[1]):  # one at a time: transformers cannot be imported by two threads at once
             if not (data / "train.parquet").exists():
                 prepare(cell, seed, settings, data, cache)
         values = run_in_verl(cell, rule, seed, lr, settings, cache)

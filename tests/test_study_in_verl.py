@@ -4,6 +4,8 @@ import json
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -165,3 +167,38 @@ def test_without_runs_the_report_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(in_verl, "RESULTS", tmp_path / "none.jsonl")
     with pytest.raises(FileNotFoundError):
         in_verl.table_markdown()
+
+
+def test_a_whole_run_is_read_again_and_one_that_was_cut_is_an_error_with_the_logs_end(tmp_path, monkeypatch):
+    _, cells, settings = in_verl.specification()
+    cell, folder = next(iter(cells.values())), tmp_path / "cell" / "token-200"
+    started = []
+
+    def launcher(steps):
+        def run(command, stdout, env, **_):
+            started.append(command)
+            stdout.write(b"the log's end\n")
+            metrics = Path(next(part for part in command if part.startswith("run_dir=")).partition("=")[2]) / "metrics"
+            metrics.mkdir()
+            lines = [{"data": {"val": 1}}, *({"data": {"actor/pg_loss": 0.0, "n": i}} for i in range(steps))]
+            (metrics / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return SimpleNamespace(returncode=1)
+
+        monkeypatch.setattr(in_verl.subprocess, "run", run)
+
+    def train_once(lr=1e-3):
+        return in_verl.train_in_verl(cell, "token", 200, lr, settings, folder)
+
+    launcher(settings.steps - 1)
+    with pytest.raises(
+        RuntimeError, match=rf"{settings.steps - 1} of {settings.steps} steps, exit status 1(.|\n)*the log's end"
+    ):
+        train_once()
+    launcher(settings.steps)
+    assert [step["n"] for step in train_once()] == list(range(settings.steps))
+    assert len(started) == 2
+    train_once()
+    assert len(started) == 2  # read again
+    train_once(lr=2e-3)
+    assert len(started) == 3
+    assert f"actor_rollout_ref.actor.loss_agg_mode={RULES['token'].mode}" in started[0]
