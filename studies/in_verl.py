@@ -220,7 +220,7 @@ def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.S
             stderr=subprocess.STDOUT,
         )
     steps = read_steps(folder)
-    if len(steps) < settings.steps:
+    if len(steps) != settings.steps:
         tail = "\n".join((folder / "train.log").read_text(errors="replace").splitlines()[-25:])
         raise RuntimeError(
             f"{folder.name}: {len(steps)} of {settings.steps} steps, exit status {done.returncode}. "
