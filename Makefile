@@ -14,7 +14,7 @@ setup:  ## a virtual environment with everything pinned
 	@bash requirements/system.sh && bash requirements/install.sh $(VENV)
 
 demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all MODEL=path STEPS=n SEED=n RESUME=1]
-	@$(PY) recipes/demo/run.py $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
+	@$(PY) -m recipes.demo.run $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
 test: setup  ## the tests: two at a time, then verl's real trainer; `test-trainer` has more of it
@@ -28,22 +28,22 @@ test-trainer: setup  ## every test of verl's real trainers on the CPU, those tha
 	@$(PY) -m pytest -m trainer
 
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
-	@$(PY) tests/versions.py
+	@$(PY) -m dev.versions
 
 patches-apply: setup  ## the modes inside a verl of your own, instead of the plugin: VERL=package or checkout
-	@$(PY) patches/patches.py apply $(VERL)
+	@$(PY) -m patches.patches apply $(VERL)
 
 patches-check: setup  ## every release from PyPI: apply, re-export, verl's and our tests  [ONLY=releases BATCHES=n]
-	@$(PY) patches/patches.py check $(ONLY) $(if $(BATCHES),--batches $(BATCHES))
+	@$(PY) -m patches.patches check $(ONLY) $(if $(BATCHES),--batches $(BATCHES))
 
 patches-refresh: setup  ## write the patches anew, with fuzz; or from the last commits of a tree  [TREE=path]
-	@$(PY) patches/patches.py refresh $(if $(TREE),--tree $(TREE))
+	@$(PY) -m patches.patches refresh $(if $(TREE),--tree $(TREE))
 
 recipes-check: setup  ## compose every recipe, arm and cluster; give them to verl's classes; compare (in `make test`)
-	@$(PY) -m pytest tests/test_recipes.py
+	@$(PY) -m pytest tests/paper/test_recipes.py
 
 recipes-smoke: setup  ## two real steps of every recipe and arm on the CPU, a resumed run, an evaluation  [ONLY=text]
-	@$(PY) recipes/smoke.py $(if $(ONLY),--only "$(ONLY)")
+	@$(PY) -m recipes.smoke $(if $(ONLY),--only "$(ONLY)")
 
 lint: setup  ## ruff, pyright, shellcheck
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh recipes/*.sbatch requirements/*.sh .ci/run
@@ -52,7 +52,7 @@ format: setup  ## ruff's formatting and fixes
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench: setup  ## cost of the aggregation against verl's token-mean, and of a million pool lengths
-	@OMP_NUM_THREADS=1 $(PY) benchmarks/aggregation.py
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.aggregation
 
 study: setup  ## the confirmation of studies/miniature, and the report; resumes
 	@$(PY) -m studies.miniature confirm && $(PY) -m studies.report

@@ -25,7 +25,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from verl_ba.aggregation import ALL_MODES, count_by_sign, pool_mean_length, pool_mean_length_by_sign, token_mean_length
+from verl_ba.aggregation import ALL_MODES, pool_mean_length, pool_mean_length_by_sign
+from verl_ba.loss_agg import count_by_sign, token_mean_length
 
 FORMS = ("response", "token")
 GROUP = 8

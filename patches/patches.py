@@ -187,9 +187,7 @@ def faults_of(release: str, tree: Path) -> list[str]:
 
 def pristine(release: str) -> Path:
     """The release as its wheel has it, unpacked; downloaded if it is not there yet."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    import versions
-
+    from dev import versions
     from verl_ba.releases import BY_VERSION
 
     return versions.unpacked(BY_VERSION[release])
@@ -251,7 +249,7 @@ def check(
                 "-c",
                 str(ROOT / "pyproject.toml"),
             ]
-            command += [f"--rootdir={ROOT}", *theirs, str(ROOT / "tests" / "test_patched_verl.py")]
+            command += [f"--rootdir={ROOT}", *theirs, str(ROOT / "tests" / "patches" / "test_patched_verl.py")]
             result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
             log.write_text(result.stdout + result.stderr)
         said = (result.stdout.strip().splitlines() or ["nothing"])[-1].strip("= ")

@@ -16,9 +16,10 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from plan import compose
 from rich.console import Console
 from rich.table import Table
+
+from recipes.plan import compose
 
 HERE = Path(__file__).resolve().parent
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)

@@ -54,7 +54,7 @@ export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
 [[ $via == here || -f $here/submit_$via.sh ]] || fail "--via $via: expected here, slurm or ray"
 
 # Checks the config before anything starts, writes the manifest, and says for which device the run is.
-plan=$("$python" "$here/plan.py" --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}")
+plan=$(PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" -m recipes.plan --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}")
 read -r device _ _ metrics <<<"$plan"
 if [[ $device == cpu ]]; then
     # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.

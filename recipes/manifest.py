@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ba.cli import PACKAGES, package_version
+from verl_ba.tools.cli import PACKAGES, package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,7 +36,7 @@ def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
     """Add this start to the manifest; say on stderr where its config differs from the previous start's."""
     path, earlier = manifest_path(config), starts(config)
     start = {
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "recipe": recipe,
         "overrides": overrides,
         "job": {key: os.environ[key] for key in ("SLURM_JOB_ID", "RAY_JOB_ID", "RAY_ADDRESS") if key in os.environ},

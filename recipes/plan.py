@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import manifest
 import typer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
+
+from recipes import manifest
 
 CONFIG = Path(__file__).resolve().parent / "config"
 GB = 1e9

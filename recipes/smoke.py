@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_ba.analysis.runs import ARM_MODES as ARMS
+from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -36,8 +36,7 @@ def make_models(folder: Path, texts: list[str]) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    sys.path.insert(0, str(HERE / "demo"))
-    from prepare import make_tokenizer
+    from recipes.demo.prepare import make_tokenizer
 
     tokenizer = make_tokenizer(texts, vocabulary=400)
     shape = {
@@ -65,11 +64,10 @@ def make_data(folder: Path) -> list[str]:
     """Small files in the sources' formats through the real builder; their questions."""
     import pyarrow.parquet
 
-    sys.path.insert(0, str(ROOT / "tests"))
-    from small_data import write_small_sources
+    from recipes.small_data import write_small_sources
 
     write_small_sources(folder / "sources")
-    command = [sys.executable, "-m", "verl_ba.cli", "data", "all", "--unverified"]
+    command = [sys.executable, "-m", "verl_ba", "data", "all", "--unverified"]
     subprocess.run([*command, "--from", folder / "sources", "--out", folder], check=True)
     tables = [pyarrow.parquet.read_table(file) for file in sorted(folder.glob("*.parquet"))]
     return [message["content"] for table in tables for prompt in table["prompt"].to_pylist() for message in prompt]

@@ -17,10 +17,10 @@ for name in DATA_DIR RESULTS_DIR MODEL_DIR PYTHON; do
 done
 
 # Ray shows a job's environment to everyone who may see its dashboard: tokens and keys stay here.
-runtime_env=$(PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} "$python" - "$here/.." <<'PY'
+runtime_env=$(PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" - "$here/.." <<'PY'
 import json, os, re, sys
 
-import manifest
+from recipes import manifest
 
 passed = "DATA_DIR|RESULTS_DIR|MODEL_DIR|PYTHON|SANDBOX_FUSION_URL"
 passed += r"|(VERL|VLLM|HF|HYDRA|NCCL|GLOO|OMP|TORCH|TOKENIZERS|TQ|WANDB)\w*"

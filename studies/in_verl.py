@@ -29,8 +29,8 @@ from studies.miniature import runner, train
 from studies.miniature.model import CHARACTERS, END, Model, Shape
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell
 from studies.rules import RULES
-from verl_ba.analysis.estimate import Estimate
-from verl_ba.analysis.page import Table
+from verl_ba.tools.analysis.estimate import Estimate
+from verl_ba.tools.analysis.page import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

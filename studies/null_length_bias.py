@@ -54,8 +54,8 @@ from studies.simulated import (
     simulate,
     variation,
 )
-from verl_ba.analysis.charts import _axes, _common_legend, _looks
-from verl_ba.analysis.page import INK, Figure, Table
+from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.tools.analysis.page import INK, Figure, Table
 
 HERE = Path(__file__).parent
 NAME = "null_length_bias"

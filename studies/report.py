@@ -16,9 +16,9 @@ import typer
 from studies.miniature import outcome, runner
 from studies.miniature.outcome import FAILED, HELD, UNDECIDED, Comparison, Scores, Verdict
 from studies.rules import RULES
-from verl_ba.analysis.charts import _axes, _common_legend, _looks
-from verl_ba.analysis.estimate import Estimate
-from verl_ba.analysis.page import INK, SERIES, Figure, Table
+from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.tools.analysis.estimate import Estimate
+from verl_ba.tools.analysis.page import INK, SERIES, Figure, Table
 
 HERE = Path(__file__).parent
 Rows = list[dict[str, Any]]

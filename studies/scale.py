@@ -35,10 +35,10 @@ import typer
 from studies.null_length_bias import HERE, from_json, to_json, write
 from studies.rules import RULES
 from studies.simulated import Mean, Setting, Update, draw, mean_with_control, simulate
-from verl_ba.analysis.charts import _axes, _common_legend, _looks
-from verl_ba.analysis.estimate import Estimate
-from verl_ba.analysis.page import INK, Figure, Table
-from verl_ba.analysis.weighing import STARVED
+from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.tools.analysis.estimate import Estimate
+from verl_ba.tools.analysis.page import INK, Figure, Table
+from verl_ba.tools.analysis.weighing import STARVED
 
 NAME = "scale"
 MAP_RULES = ("sequence", "token", "batch-token", "balanced", "pooled-4", "doubly-balanced")

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from studies.rules import Batch, State, fit
-from verl_ba.analysis.weighing import advantages
+from verl_ba.tools.analysis.weighing import advantages
 
 SHORT, LONG, P_LONG = 9, 43, 0.6
 """The two lengths [tokens] and the probability of the longer."""
@@ -55,7 +55,7 @@ class Setting:
         harder: a prompt of accuracy 0 is e^harder times as long as one of accuracy 1.
         mean: mean length [tokens] of a right response to a prompt of accuracy 1/2, in a log-normal setting. Nothing depends
             on it as long as no response is shorter than a token.
-        advantage: one of `verl_ba.analysis.weighing.ADVANTAGES`.
+        advantage: one of `verl_ba.tools.analysis.weighing.ADVANTAGES`.
     """
 
     size: int = 8

@@ -1,7 +1,6 @@
 """Fast tests see one thread and no accelerator; the real trainer's settings come from recipes/launch.sh."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 @pytest.fixture(scope="session")
 def prepared():
     """The demo's model and data; made once, in a minute."""
-    from prepare import prepare
+    from recipes.demo.prepare import prepare
 
     return prepare(RECIPES.parent / ".cache")
 
@@ -32,4 +31,3 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platfo
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Processes that tests start import verl, too: less garbage collection while they do (see the file there).
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(RECIPES / "cpu_site"), os.environ.get("PYTHONPATH")]))
-sys.path[:0] = [str(RECIPES), str(RECIPES / "demo")]

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from verl_ba.aggregation import ALL_MODES, SIGNS, Labels, _codes, pool_mean_length, pool_mean_length_by_sign
+from verl_ba.aggregation import ALL_MODES, SIGNS, Labels, pool_mean_length, pool_mean_length_by_sign
+from verl_ba.loss_agg import number as _codes
 
 EQUAL_ADVANTAGES = 1e-6
 """Spread of the advantages of a group below which it counts as one without variance: float rounding of equal rewards."""

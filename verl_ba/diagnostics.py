@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 
-from verl_ba.aggregation import ALL_MODES, SIGNS, _codes, _renumber
+from verl_ba.aggregation import ALL_MODES, SIGNS
+from verl_ba.loss_agg import _renumber
+from verl_ba.loss_agg import number as _codes
 
 PREFIX = "balance/"
 SIGN_NAMES = ("negative", "zero", "positive")

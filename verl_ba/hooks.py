@@ -45,15 +45,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_ba import __version__, diagnostics, releases
-from verl_ba.aggregation import (
-    MODES,
-    aggregate,
-    count_by_sign,
-    pool_mean_length_by_sign,
-    row_sum,
-    token_mean_length,
-    unpadded,
-)
+from verl_ba.aggregation import MODES, pool_mean_length_by_sign
+from verl_ba.loss_agg import aggregate, count_by_sign, row_sum, token_mean_length, unpadded
 from verl_ba.support import BYPASS_REJECTION, POLICY_LOSSES
 
 COLUMN = "pool_mean_length"

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import chain_sum
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from recipes.demo import chain_sum
 
 HERE = Path(__file__).resolve().parent
 END, PAD, START = "<|im_end|>", "<|endoftext|>", "<|im_start|>"

@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import summary
 import typer
-from prepare import console, prepare
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_ba.analysis.runs import ARM_MODES as ARMS
+from recipes.demo import summary
+from recipes.demo.prepare import console, prepare
+from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ARMS = ("balanced", "token", "sequence")
@@ -171,7 +171,7 @@ def main(
     )
     if len(runs) > 1:
         folders = [run_folder(results, config, arm, seed) for arm in chosen]
-        command = [sys.executable, "-m", "verl_ba.cli", "compare", *folders, "--out", folder / "compare"]
+        command = [sys.executable, "-m", "verl_ba", "compare", *folders, "--out", folder / "compare"]
         subprocess.run(command, check=True)
     screen.print(
         f"Which way each aggregation would tilt a run's responses: verl-ba analyze "

@@ -1,6 +1,6 @@
 """From rows to estimates: paired differences, intervals, corrected p-values, verdicts.
 
-Intervals are percentile intervals of a stratified bootstrap over seeds (`verl_ba.analysis.estimate`): every cell draws its
+Intervals are percentile intervals of a stratified bootstrap over seeds (`verl_ba.tools.analysis.estimate`): every cell draws its
 own seeds, and the rules of a cell are drawn together, since they are paired by seed. p-values are of the sign-flip
 permutation test of the paired differences, two-sided, corrected after Holm over the family of comparisons. An interval is
 pointwise; a verdict of a family asks for both.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import permutation_test
 
-from verl_ba.analysis.estimate import Bootstrap, Estimate
+from verl_ba.tools.analysis.estimate import Bootstrap, Estimate
 
 BOOTSTRAP = Bootstrap(10_000, 0)
 PERMUTATIONS = 9999

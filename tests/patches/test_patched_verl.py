@@ -1,0 +1,234 @@
+"""A verl that has the patches: what `make patches-check` runs in each release's patched tree, beside verl's own tests.
+
+VERL_BA_PATCHED and VERL_BA_PRISTINE name the two trees. In an unmodified verl nothing of this runs.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ba import hooks, releases, support
+from verl_ba.aggregation import MODES
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif("VERL_BA_PATCHED" not in os.environ, reason="make patches-check runs these in patched trees"),
+]
+
+
+def run(tree: str, *arguments: str, plugin: bool, **variables) -> subprocess.CompletedProcess:
+    """Python in a process of its own that imports verl from this tree, with or without the plugin."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+    environment |= {"PYTHONPATH": os.pathsep.join([tree, str(ROOT)]), "VERL_PLATFORM": "cpu"}
+    environment |= {"OMP_NUM_THREADS": "1", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **variables}
+    if plugin:
+        environment["VERL_USE_EXTERNAL_MODULES"] = "verl_ba.plugin"
+    command = [sys.executable, "-W", "ignore", *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stdout + result.stderr[-4000:]
+    return result
+
+
+def different(folder, other) -> list[str]:
+    """What differs between the updates in two folders, to the bit."""
+    import torch
+
+    found = []
+    for path in sorted(folder.glob("*.pt")):
+        ours, theirs = torch.load(path), torch.load(other / path.name)
+        for i, (mine, their) in enumerate(zip(ours, theirs, strict=True)):
+            assert mine.keys() == their.keys()
+            assert mine["gradient"].any() or len(mine) > 1
+            found += [f"{path.name} {i} {key}" for key in mine if not torch.equal(mine[key], their[key])]
+    return found
+
+
+def updates(folder: Path, tree: str, plugin: bool, count: str) -> Path:
+    said = run(tree, "-m", "tests.support.update_worker", str(folder), count, plugin=plugin)
+    assert said.stdout.splitlines()[-1] == str(Path(tree) / "verl")  # the tree that was meant
+    assert len(list(folder.glob("*.pt"))) == 3
+    return folder
+
+
+@pytest.mark.timeout(7200)
+def test_patched_and_hooked_verl_are_equal_to_the_bit(tmp_path):
+    patched, pristine = os.environ["VERL_BA_PATCHED"], os.environ["VERL_BA_PRISTINE"]
+    count = os.environ["VERL_BA_BATCHES"]
+    by_patch = updates(tmp_path / "patched", patched, False, count)
+    by_hook = updates(tmp_path / "hooked", pristine, True, count)
+    assert different(by_patch, by_hook) == []
+    few = str(max(10, int(count) // 20))
+    both = updates(tmp_path / "both", patched, True, few)
+    alone = updates(tmp_path / "alone", patched, False, few)
+    assert different(both, alone) == []  # the plugin in a patched verl changes nothing
+
+
+def loss_through_verl(rollouts, config):
+    """verl's ppo_loss on these rows as one micro-batch, with the column taken by the patched function."""
+    from verl.trainer.ppo import core_algos
+    from verl.workers.utils import losses
+
+    from tests.support import verl_harness as harness
+
+    rows = len(rollouts)
+    data = harness.to_tensordict(rollouts, list(range(rows)), "padded")
+    harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(rollouts.mask.sum()), global_batch_size=rows)
+    data.update(core_algos.compute_pool_mean_length(config.loss_agg_mode, data))
+    return losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)[0]
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    import torch
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_equal_the_literal_reference():
+    """The ranks of test_ranks.py: verl's worker, 2 processes, against reference.py."""
+    from tests.hooks import test_ranks
+
+    records = [record for record in test_ranks.run_ranks(2) if "gradient_error" in record]  # those of our modes
+    assert len(records) == 12 * len(releases.current().layouts)
+    for record in records:
+        assert record["gradient_error"] < 1e-12, record
+        assert record["logged"] == pytest.approx(record["expected"], rel=1e-4, abs=1e-7), record
+
+
+def test_the_plugin_stands_aside():
+    code = (
+        "import verl, json\n"
+        "from verl_ba import hooks, releases\n"
+        "from verl_ba.tools import doctor\n"
+        "hooks.load_seam_modules()\n"
+        "import verl.workers.engine_workers\n"
+        "from verl.trainer.ppo import core_algos\n"
+        "hooks.verify()\n"
+        "report = doctor.examine()\n"
+        "print(json.dumps([hooks.is_installed(), releases.is_patched(), hooks.seams(), report.faults, report.seams,\n"
+        "                  hasattr(core_algos.agg_loss, hooks._MARK), hasattr(core_algos.agg_loss, '__wrapped__')]))"
+    )
+    said = run(os.environ["VERL_BA_PATCHED"], "-c", code, plugin=True).stdout.splitlines()[-1]
+    installed, patched, seams, faults, rows, marked, wrapped = json.loads(said)
+    assert (installed, patched, seams, faults, marked, wrapped) == (True, True, [], [], False, False)
+    assert "stands aside" in rows[0][2]
+    code = "import verl\nfrom verl_ba import releases\nprint(releases.is_patched())"
+    assert run(os.environ["VERL_BA_PRISTINE"], "-c", code, plugin=False).stdout.split()[-1] == "False"
+
+
+def test_every_policy_loss_has_the_verdict_of_support_py():
+    import torch
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import PolicyLossConfig
+
+    from tests.support import verl_harness as harness
+
+    with torch.random.fork_rng():
+        from tests.hooks import test_versions
+
+        for name, function in core_algos.POLICY_LOSS_REGISTRY.items():
+            if support.POLICY_LOSSES[name].verdict == "refused":
+                with pytest.raises(ValueError, match=r"no token losses to weigh by loss_agg_mode=balanced"):
+                    harness.make_actor_config("balanced", policy_loss=PolicyLossConfig(loss_mode=name))
+            elif name != "bypass_mode" and "rollout_log_prob" not in function.__code__.co_varnames:
+                balanced = test_versions.policy_loss_under("balanced", name)
+                for mode in ("seq-mean-token-mean", "token-mean"):
+                    assert abs(balanced - test_versions.policy_loss_under(mode, name)) > 1e-6, (name, mode)
+
+
+def test_a_policy_loss_that_ignores_the_mode_is_refused_at_its_first_call(monkeypatch, one_process):
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import PolicyLossConfig
+
+    from tests.support import verl_harness as harness
+
+    monkeypatch.setitem(
+        core_algos.POLICY_LOSS_REGISTRY, "own-mean", lambda old_log_prob, log_prob, **_: (log_prob.mean(), {})
+    )
+    config = harness.make_actor_config("balanced", policy_loss=PolicyLossConfig(loss_mode="own-mean"))
+    with pytest.raises(ValueError, match="policy loss own-mean ignores loss_agg_mode=balanced"):
+        loss_through_verl(harness.make_rollouts(0, 2, 4), config)
+
+
+legacy = pytest.mark.skipif(not releases.current().legacy_workers, reason="the release has no legacy workers")
+
+
+@legacy
+def test_the_legacy_fsdp_actors_gradients_equal_the_literal_reference():
+    said = run(os.environ["VERL_BA_PATCHED"], "-m", "tests.support.legacy_worker", plugin=False).stdout
+    records = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert len(records) == 48
+    for record in records:
+        assert record["gradient_error"] < 1e-12, record
+        assert record["logged"] == pytest.approx(record["expected"], rel=1e-9), record
+
+
+@legacy
+def test_the_legacy_megatron_actor_refuses(monkeypatch):
+    import importlib
+    from types import SimpleNamespace
+
+    from tests.hooks import test_versions
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, test_versions.StandIn("megatron")])
+    actor_class = importlib.import_module("verl.workers.actor.megatron_actor").MegatronPPOActor
+    actor = actor_class.__new__(actor_class)
+    actor.config = SimpleNamespace(loss_agg_mode="balanced")
+    with pytest.raises(NotImplementedError, match=r"drops uid.*use_legacy_worker_impl=disable"):
+        actor.update_policy([])
+    actor.config.loss_agg_mode = "token-mean"
+    with pytest.raises(AttributeError, match="actor_optimizer"):  # verl's own code runs, on an actor without a model
+        actor.update_policy([])
+    for stand_in in [key for key in sys.modules if key.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, stand_in)
+
+
+def test_the_drivers_config_validates_and_an_unknown_mode_is_named():
+    import verl
+    from verl.utils.config import validate_config
+
+    from tests.support import verl_harness as harness
+
+    assert Path(verl.__file__).is_relative_to(os.environ["VERL_BA_PATCHED"])
+    for mode in MODES:
+        config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
+        validate_config(config, use_reference_policy=False, use_critic=False)
+    config.actor_rollout_ref.actor.loss_agg_mode = "balance"
+    with pytest.raises(Exception, match=r"Invalid loss_agg_mode: balance\. Must be one of .*balanced"):
+        validate_config(config, use_reference_policy=False, use_critic=False)
+
+
+def test_the_drivers_entropy_metric_is_token_mean_at_every_site():
+    tree = Path(os.environ["VERL_BA_PATCHED"]) / "verl"
+    sites = {}
+    for path in tree.rglob("*trainer*.py"):
+        calls = re.findall(r"entropy_agg = agg_loss\(.*?\n\s*\)\n", path.read_text(), flags=re.DOTALL)
+        sites |= {f"{path.relative_to(tree)} {i}": call for i, call in enumerate(calls)}
+    sync = tree / "trainer" / "main_ppo_sync.py"
+    if sync.exists():
+        sites[sync.name] = sync.read_text()
+    assert len(sites) >= 2
+    for name, call in sites.items():
+        assert "metric_loss_agg_mode(actor_config.loss_agg_mode)" in call, name
+
+
+def test_a_loss_without_the_column_names_it(one_process):
+    from verl.workers.utils import losses
+
+    from tests.support import verl_harness as harness
+
+    rollouts, config = harness.make_rollouts(0, 2, 4), harness.make_actor_config("balanced")
+    data = harness.to_tensordict(rollouts, list(range(8)), "padded")
+    harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=9, global_batch_size=8)
+    with pytest.raises(KeyError, match=hooks.COLUMN):
+        losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)
+    expected = harness.expected_loss(rollouts, "balanced", rollouts.theta, config, 8)
+    assert loss_through_verl(rollouts, config).item() == pytest.approx(expected.item(), rel=1e-12)

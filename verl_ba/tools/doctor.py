@@ -1,0 +1,162 @@
+"""Does verl_ba attach to the verl of this process, or of every node of a Ray cluster?"""
+
+import dataclasses
+import importlib.metadata
+import logging
+import os
+import platform
+import socket
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ba import __version__, hooks, releases
+
+NODE_TIMEOUT = 300
+"""Seconds a node may take to answer: importing verl's engines from a cold network disk is slow."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in one process.
+
+    Attributes:
+        verl_ba, verl, python: versions; 'missing' where there is none.
+        faults: why our modes would not work; empty if they would.
+        seams: (seam, 'yes', 'no' or why it does not matter here, what it is for).
+    """
+
+    verl_ba: str
+    verl: str
+    python: str
+    faults: list[str]
+    seams: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def versions(self) -> tuple[str, str, str]:
+        return self.verl_ba, self.verl, self.python
+
+
+def examine() -> Report:
+    """Import verl and every module with a seam in this process, and say what is attached."""
+    version = releases.verl_version() or "missing"
+    try:
+        seams = hooks.seams()
+    except releases.UnsupportedVerlError as error:
+        return Report(__version__, version, platform.python_version(), [str(error)])
+    if releases.is_patched():
+        row = (
+            "verl's own tree (patches/)",
+            "by patch",
+            "the modes are verl's own there: verl_ba stands aside and hooks nothing",
+        )
+        return Report(__version__, version, platform.python_version(), [], [row])
+    warnings.simplefilter("ignore")  # verl names every engine that is not installed
+    import verl  # noqa: F401  loads the plugins
+
+    faults = []
+    if not hooks.is_installed():
+        faults += [
+            *_loading_faults(),
+            "importing verl did not load verl_ba; attached by hand for the rest of this report",
+        ]
+        hooks.install()
+    errors = hooks.load_seam_modules()
+    rows = []
+    for seam in seams:
+        error, fault = errors.get(seam.module), hooks.seam_fault(seam)
+        said = f"{type(error).__name__}: {error}"
+        if not seam.trains and isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("verl"):
+            rows.append((seam.name, f"cannot run here ({said})", seam.why))
+            continue
+        rows.append((seam.name, "no" if fault else "yes", seam.why))
+        if fault:
+            faults.append(f"{seam.name}: {said if error else fault}")
+    faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
+    return Report(__version__, version, platform.python_version(), faults, rows)
+
+
+def _loading_faults() -> list[str]:
+    """Why verl, on import, did not load this package."""
+    modules = os.environ.get("VERL_USE_EXTERNAL_MODULES", "")
+    advice = "or set VERL_USE_EXTERNAL_MODULES=verl_ba.plugin"
+    if not releases.current().entry_points:
+        return [
+            f"verl {releases.verl_version()} loads no entry points, and VERL_USE_EXTERNAL_MODULES={modules!r} does not name "
+            "verl_ba.plugin. Set VERL_USE_EXTERNAL_MODULES=verl_ba.plugin"
+        ]
+    faults = []
+    policy, entries = hooks.plugin_policy(), importlib.metadata.entry_points(group="verl.plugins")
+    if "verl_ba" not in {entry.name for entry in entries}:
+        faults.append(
+            "no entry point 'verl_ba' in the group verl.plugins: the package is on the path but not installed. "
+            f"Run: pip install verl-ba, {advice}"
+        )
+    if policy != "auto" and "verl_ba" not in [name.strip() for name in policy.split(",")]:
+        faults.append(
+            f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading verl_ba; unset it, add verl_ba to the list, {advice}"
+        )
+    return faults
+
+
+def examine_cluster(address: str) -> dict[str, Report]:
+    """`examine` in a worker on every alive node of a running Ray cluster; the reports by node.
+
+    VERL_USE_EXTERNAL_MODULES, if set here, is set there, as `ray_kwargs.ray_init.runtime_env.env_vars` would do it.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it: 'auto', 'host:port', 'ray://host:port'.
+
+    Raises:
+        ConnectionError: there is no Ray at this address.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise ConnectionError(f"no Ray answers there ({error})") from error
+
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Local to this function, so that it travels by value: a node without verl_ba can still say so.
+    def probe() -> dict[str, Any]:
+        import dataclasses
+        import importlib.metadata
+        import platform
+
+        try:
+            from verl_ba.tools.doctor import examine
+        except ImportError as error:
+            installed = {found.name: found.version for found in importlib.metadata.distributions(name="verl-ba")}
+            return {
+                "verl_ba": installed.get("verl-ba", "missing"),
+                "verl": "not examined",
+                "python": platform.python_version(),
+                "faults": [f"verl_ba is not there, or another version ({error}). Install it on this node"],
+            }
+        return dataclasses.asdict(examine())
+
+    name = "VERL_USE_EXTERNAL_MODULES"
+    environment = {name: os.environ[name]} if name in os.environ else {}
+    ray.init(address=address, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        task = ray.remote(num_cpus=0, max_retries=0)(probe)
+        pending = {}
+        for node in ray.nodes():
+            if node["Alive"]:
+                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                label = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+                pending[label] = task.options(scheduling_strategy=here).remote()
+        reports = {}
+        for label, answer in pending.items():
+            try:
+                found: Any = ray.get(answer, timeout=NODE_TIMEOUT)
+                reports[label] = Report(**found)
+            except Exception as error:  # this node's fault; the others still have their say
+                said = str(error).strip().splitlines() or [""]
+                reports[label] = Report("?", "?", "?", [f"no answer: {type(error).__name__}: {said[-1]}"])
+        return reports
+    finally:
+        ray.shutdown()
