@@ -118,17 +118,18 @@ def best_of(repeats: int, call: Callable[[], object], before: Callable[[], objec
 
 
 def update_lengths(responses: int, tokens: int, form: str, rank: int = 0, ranks: int = 1) -> float:
-    """Seconds of `batch_mean_length` on this rank, best of 5."""
-    from verl_ba.hooks import batch_mean_length
+    """Seconds of gathering the rows and taking their pool lengths on this rank, best of 5."""
+    from verl_ba.loss_agg import column, gather
 
     data = batch(responses, tokens, form, rank, ranks)
     together = torch.distributed.barrier if ranks > 1 else lambda: None
-    return best_of(5, lambda: batch_mean_length("balanced", data, None), together)
+    return best_of(5, lambda: column("balanced", gather(data)), together)
 
 
 def metrics_once(responses: int, sessions: bool) -> float:
     """Milliseconds of the metrics of whole groups of an update, from rows that are gathered already; best of 5."""
-    from verl_ba.diagnostics import Update, update_metrics
+    from verl_ba.loss_agg import Update
+    from verl_ba.metrics.record import update_metrics
 
     uid = [str(uuid.uuid4()) for _ in range(responses // GROUP)] * GROUP
     order = torch.randperm(responses).tolist()
@@ -142,15 +143,15 @@ def metrics_once(responses: int, sessions: bool) -> float:
 
 def gathering(responses: int, tokens: int) -> float:
     """Milliseconds to count and collect the rows of an update in one process, best of 5."""
-    from verl_ba.hooks import gather_update
+    from verl_ba.loss_agg import gather
 
     data = batch(responses, tokens, "response", 0, 1)
-    return 1e3 * best_of(5, lambda: gather_update("balanced", data, None))
+    return 1e3 * best_of(5, lambda: gather(data))
 
 
 def by_sign(responses: int, tokens: int) -> float:
     """Milliseconds that the split by sign adds to the losses of an update of `responses`, median of 50 micro-batches."""
-    from verl_ba import diagnostics
+    from verl_ba.metrics import record
 
     length = torch.randint(tokens // 8, tokens + 1, (MICRO_BATCH,))
     mask, loss = torch.arange(tokens)[None] < length[:, None], torch.randn(MICRO_BATCH, tokens)
@@ -165,10 +166,11 @@ def by_sign(responses: int, tokens: int) -> float:
     seconds = []
     for _ in range(50):
         start = time.perf_counter()
-        with diagnostics.training(), diagnostics.record(entropy=False) as record:  # noqa: SIM117
-            with diagnostics.policy_loss("vanilla", (), arguments):
-                diagnostics.see(loss, mask, lambda matrix: (torch.where(mask, matrix, 0.0).sum(1) * weight).sum())
-        record.metrics(like)
+        with record.training(), record.record(entropy=False) as recorded:  # noqa: SIM117
+            with record.policy_loss("vanilla", (), arguments):
+                record.see(loss, mask, lambda matrix: (torch.where(mask, matrix, 0.0).sum(1) * weight).sum())
+        assert recorded is not None
+        recorded.metrics(like)
         seconds.append(time.perf_counter() - start)
     return 1e3 * statistics.median(seconds) * responses / MICRO_BATCH
 

@@ -477,6 +477,12 @@ class _PolicyLossCall:
 _running: ContextVar[_PolicyLossCall | None] = ContextVar("policy_loss_call", default=None)
 
 
+def running_policy_loss() -> str | None:
+    """The mode of the policy loss that is running under a registered mode; None if there is none."""
+    call = _running.get()
+    return None if call is None else call.mode
+
+
 def enter_agg_loss(loss_agg_mode: str) -> str:
     """The first line of `agg_loss`: the mode to aggregate by, noted for the policy loss that is running."""
     call = _running.get()

@@ -41,3 +41,8 @@ def say_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         say(message)
+
+
+def forget() -> None:
+    """Let `say_once` say everything again: for tests."""
+    _said.clear()

@@ -8,6 +8,9 @@ from typing import Literal
 
 from verl_ba.aggregation import MODES
 
+MODE_KEY = "actor_rollout_ref.actor.loss_agg_mode"
+"""The key of the mode in verl's configuration, for messages."""
+
 
 @dataclass(frozen=True)
 class Support:
@@ -118,15 +121,15 @@ class Trainer:
     not_run: str = ""
 
 
-_RUNS = "tests/test_trainers.py::"
-_GROUPS = "tests/test_parallel_groups.py::"
+_RUNS = "tests/trainer/test_trainers.py::"
+_GROUPS = "tests/hooks/test_parallel_groups.py::"
 _NOT_HERE = "the package is not in the environment; verl registers the engine for cuda and npu"
 _PEERS = f"{_GROUPS}test_weights_are_the_whole_batchs_whatever_peers_hold_the_same_rows"
 
 TRAINERS = {
     "`main_ppo`, `trainer.v1.trainer_mode=sync` (the default)": Trainer(
         "samples by prompt; a step is one update of whole groups",
-        "tests/test_trainer.py::test_v1_trainer_balanced_is_zero_on_policy",
+        "tests/trainer/test_trainer.py::test_v1_trainer_balanced_is_zero_on_policy",
     ),
     "`main_ppo`, `trainer.v1.trainer_mode=colocate_async`": Trainer(
         "samples by prompt, once all of its rollouts have ended; dynamic sampling (`filter_groups`) replaces whole groups",
@@ -139,7 +142,7 @@ TRAINERS = {
     ),
     "`main_ppo`, `trainer.use_v1=False`": Trainer(
         "generates whole groups in one batch",
-        "tests/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term",
+        "tests/trainer/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term",
     ),
     "`verl.experimental.one_step_off_policy`": Trainer(
         "generates whole groups in one batch, a step ahead. Needs trainer.rollout_data_dir=null: the trainer of verl 0.9.1 "
@@ -155,7 +158,7 @@ TRAINERS = {
         f"{_RUNS}test_sessions_of_several_rows_with_failures_and_different_n",
     ),
     "engine FSDP2": Trainer(
-        "every rank is data-parallel", "tests/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
+        "every rank is data-parallel", "tests/trainer/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
     ),
     "engine FSDP with Ulysses": Trainer(
         "the group excludes sequence-parallel peers, which hold the same rows",
@@ -179,8 +182,8 @@ TRAINERS = {
         _NOT_HERE,
     ),
     "Tinker's worker (`engine_workers_tinker`)": Trainer(
-        "refused at the first loss: forward_backward goes past train_mini_batch, so nobody sees whole groups",
-        f"{_GROUPS}test_a_worker_that_goes_past_train_mini_batch_raises",
+        "refused at the first loss: forward_backward goes past update_actor, so nobody sees whole groups",
+        f"{_GROUPS}test_a_worker_that_goes_past_update_actor_raises",
         "verl 0.9.1 has the worker, but nothing that drives it",
     ),
 }

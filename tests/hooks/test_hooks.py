@@ -1,7 +1,6 @@
 """The hooks inside verl's own code: values and gradients, configuration, errors, bindings. One process; see test_ranks."""
 
 import functools
-import inspect
 import json
 import math
 import os
@@ -12,22 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import verl  # noqa: F401  loads the plugin, as in any verl process
+import verl
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
 
 from tests.support import reference
 from tests.support import verl_harness as harness
-from verl_ba import hooks
+from verl_ba import hooks, loss_agg
 from verl_ba.aggregation import ALL_MODES, MODES
 from verl_ba.loss_agg import token_mean_length
 
 hooks.load_seam_modules()
 from verl.trainer.distillation import losses as distillation_losses  # noqa: E402
-from verl.trainer.ppo import core_algos, ray_trainer  # noqa: E402
-from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
+from verl.trainer.ppo import core_algos  # noqa: E402
 from verl.utils.config import validate_config  # noqa: E402
-from verl.workers import engine_workers  # noqa: E402
 from verl.workers.utils import losses  # noqa: E402
 
 CASES = json.loads((Path(__file__).parents[1] / "support" / "cases.json").read_text())
@@ -65,7 +62,7 @@ def loss_through_verl(rollouts, mode, layout, config=None, rows=None, mean_lengt
     tokens = int(rollouts.mask.sum())
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=size or len(rollouts))
     if mode in MODES:
-        data[hooks.COLUMN] = hooks.batch_mean_length(mode, data, None) if mean_length is None else mean_length[rows]
+        data[loss_agg.COLUMN] = harness.pool_lengths(mode, data) if mean_length is None else mean_length[rows]
     value, metrics = (loss or losses.ppo_loss)(config=config, model_output=output, data=data)
     return value, metrics, theta
 
@@ -104,7 +101,7 @@ def test_case_weights_through_agg_loss(case):
             rollouts.mask,
             mode,
             global_batch_size=len(rollouts),
-            pool_mean_length=hooks.batch_mean_length(mode, data, None),
+            pool_mean_length=harness.pool_lengths(mode, data),
         ).backward()
         weight = loss.grad * len(rollouts)
         for row, mask, expected in zip(weight, rollouts.mask, case["weights"][mode], strict=True):
@@ -135,7 +132,7 @@ def test_micro_batches_add_up(dtype):
     whole, _, theta = loss_through_verl(rollouts, "balanced", "nested")
     whole.backward()
     data = harness.to_tensordict(rollouts, list(range(16)), "nested")
-    column = hooks.batch_mean_length("balanced", data, None)
+    column = harness.pool_lengths("balanced", data)
     gradient = torch.zeros_like(theta)
     for size in (1, 3, 16):
         gradient.zero_()
@@ -157,7 +154,7 @@ def test_the_column_is_per_row_unless_a_row_has_tokens_of_two_pools(layout):
         ("group-mean-token-mean", token, 1),
         ("balanced", token, 2),
     ]:
-        column = hooks.batch_mean_length(mode, harness.to_tensordict(rollouts, rows, layout), None)
+        column = harness.pool_lengths(mode, harness.to_tensordict(rollouts, rows, layout))
         assert column.ndim == dimensions, mode
         assert column.dtype == torch.float64
         # no token reads a zero: each valid token has a pool
@@ -168,9 +165,9 @@ def test_the_column_is_per_row_unless_a_row_has_tokens_of_two_pools(layout):
 
 def test_one_rank_with_two_signs_in_a_response_makes_every_ranks_column_per_token(monkeypatch):
     here, there = (harness.make_rollouts(seed, 2, 4, form=form) for seed, form in ((0, "response"), (1, "token")))
-    local = [hooks._local_rows("balanced", harness.to_tensordict(r, list(range(8)), "padded")) for r in (here, there)]
-    monkeypatch.setattr(hooks, "_all_gather", lambda mine, group: (local, 0))
-    column = hooks.batch_mean_length("balanced", harness.to_tensordict(here, list(range(8)), "padded"), None)
+    local = [loss_agg.rows_of(harness.to_tensordict(r, list(range(8)), "padded")) for r in (here, there)]
+    monkeypatch.setattr(loss_agg, "all_gather", lambda mine, group: (local, 0))
+    column = harness.pool_lengths("balanced", harness.to_tensordict(here, list(range(8)), "padded"))
     assert column.shape == (8, 3)
 
 
@@ -178,14 +175,14 @@ def test_a_nested_batch_that_does_not_know_its_longest_row_is_padded_to_it():
     offsets = torch.arange(0, 3001, 3)
     row = torch.nested.nested_tensor_from_jagged(torch.ones(3000), offsets)
     assert row.to_padded_tensor(0).shape == (1000, 3000)  # torch's own
-    assert torch.equal(hooks._padded(row), torch.ones(1000, 3))
+    assert torch.equal(loss_agg.padded(row), torch.ones(1000, 3))
 
 
 def test_sessions_reach_the_hook():
     rollouts = harness.make_rollouts(2, groups=2, size=4, empties=False)
     rollouts.uid, rollouts.advantage = ["a"] * 8, torch.ones(8, dtype=torch.float64)
     rollouts.session = [0, 0, 1, 2, 3, 4, 5, 6]
-    column = hooks.batch_mean_length("balanced", harness.to_tensordict(rollouts, list(range(8)), "nested"), None)
+    column = harness.pool_lengths("balanced", harness.to_tensordict(rollouts, list(range(8)), "nested"))
     total, sessions, rows = int(rollouts.mask.sum()), 7, 8
     assert column.tolist() == pytest.approx([total / sessions * sessions / rows] * 8, rel=1e-12)
 
@@ -196,19 +193,19 @@ def test_sessions_reach_the_hook():
 def wrong_by_micro_batch(rollouts, column):
     starts = range(0, len(rollouts), 4)
     batches = [harness.to_tensordict(rollouts, list(range(i, i + 4)), "padded") for i in starts]
-    return torch.cat([hooks.batch_mean_length("balanced", batch, None) for batch in batches])
+    return torch.cat([harness.pool_lengths("balanced", batch) for batch in batches])
 
 
 def wrong_by_position(rollouts, column):
     other = harness.Rollouts(**{**rollouts.__dict__, "uid": [str(i // 4) for i in range(len(rollouts))]})
-    return hooks.batch_mean_length("balanced", harness.to_tensordict(other, list(range(len(other))), "padded"), None)
+    return harness.pool_lengths("balanced", harness.to_tensordict(other, list(range(len(other))), "padded"))
 
 
 def wrong_stale_mask(rollouts, column):
     before = rollouts.mask.clone()
     before[:, :-1] |= before[:, 1:]  # some tokens were rejected after these lengths were taken
     other = harness.Rollouts(**{**rollouts.__dict__, "mask": before})
-    return hooks.batch_mean_length("balanced", harness.to_tensordict(other, list(range(len(other))), "padded"), None)
+    return harness.pool_lengths("balanced", harness.to_tensordict(other, list(range(len(other))), "padded"))
 
 
 def wrong_extra_factor(rollouts, column):
@@ -218,7 +215,7 @@ def wrong_extra_factor(rollouts, column):
 @pytest.mark.parametrize("wrong", [wrong_by_micro_batch, wrong_by_position, wrong_stale_mask, wrong_extra_factor])
 def test_a_wrong_column_is_seen(wrong):
     rollouts = harness.make_rollouts(1, groups=4, size=4)
-    column = hooks.batch_mean_length("balanced", harness.to_tensordict(rollouts, list(range(16)), "padded"), None)
+    column = harness.pool_lengths("balanced", harness.to_tensordict(rollouts, list(range(16)), "padded"))
     leaf = rollouts.theta.clone()
     config = harness.make_actor_config("balanced")
     expected = harness.expected_loss(rollouts, "balanced", leaf, config, 16)
@@ -228,14 +225,58 @@ def test_a_wrong_column_is_seen(wrong):
     assert abs(value.item() - expected.item()) > 1e-4 * abs(expected.item())
 
 
+# ---- what goes from rank to rank
+
+
+def test_an_exception_of_any_class_reaches_the_other_ranks_as_one_that_they_can_raise(monkeypatch):
+    """A rank that raised before the exchange would leave the others waiting in it."""
+
+    class Foreign(Exception):
+        pass
+
+    class Batch(dict):
+        def __contains__(self, name):
+            raise Foreign("a column that cannot be read")
+
+    sent = []
+    monkeypatch.setattr(loss_agg, "all_gather", lambda mine, group: (sent.append(mine), ([mine], 0))[1])
+    with pytest.raises(RuntimeError, match="Foreign: a column that cannot be read"):
+        loss_agg.gather(Batch())
+    assert [type(share) for share in sent] == [RuntimeError]
+
+
+def test_tokens_between_the_rows_of_a_nested_tensor_do_not_count():
+    """Rows with gaps: torch's nested tensors may hold values that belong to no row."""
+    offsets, lengths = torch.tensor([0, 4, 8]), torch.tensor([2, 3])
+    mask = torch.nested.nested_tensor_from_jagged(torch.ones(8, dtype=torch.long), offsets, lengths)
+    advantages = torch.nested.nested_tensor_from_jagged(torch.tensor([1.0] * 4 + [-1.0] * 4), offsets, lengths)
+    data = {"response_mask": mask, "advantages": advantages, "uid": ["a", "a"]}
+    assert loss_agg.rows_of(data)["count"] == [[0, 3], [0, 0], [2, 0]]
+
+
+def test_a_short_session_id_is_refused():
+    data = bad_batch(lambda d: d._tensordict.__setitem__("session_id", NonTensorStack(0, 1)))
+    with pytest.raises(ValueError, match="session_id: expected one entry per row, 8; got 2"):
+        harness.pool_lengths("balanced", data)
+
+
 # ---- the column is set while the loss runs, and cleared
+
+
+def test_a_column_that_was_there_before_the_loss_is_there_again_after_it():
+    """A distillation sets it, and its own call of ppo_loss must not take it away."""
+    config = harness.make_actor_config("balanced")
+    before = torch.full((8,), 7.0)
+    config.global_batch_info[loss_agg.COLUMN] = before
+    loss_through_verl(harness.make_rollouts(0, 2, 4), "balanced", "nested", config)
+    assert config.global_batch_info[loss_agg.COLUMN] is before
 
 
 def test_the_column_does_not_outlive_the_loss_even_if_it_raises():
     config = harness.make_actor_config("balanced", policy_loss={"loss_mode": "no-such-loss"})
     with pytest.raises(ValueError, match="no-such-loss"):
         loss_through_verl(harness.make_rollouts(0, 2, 4), "balanced", "nested", config)
-    assert hooks.COLUMN not in config.global_batch_info
+    assert loss_agg.COLUMN not in config.global_batch_info
 
 
 def test_distillation_aggregates_with_the_column_and_clears_it():
@@ -251,7 +292,7 @@ def test_distillation_aggregates_with_the_column_and_clears_it():
         distillation_losses.DistillationLossSettings(names=["test_theta"], use_estimator=True)
     )
     def theta_as_loss(config, distillation_config, model_output, data):
-        seen.append(config.global_batch_info.get(hooks.COLUMN))
+        seen.append(config.global_batch_info.get(loss_agg.COLUMN))
         return distillation_losses.no_padding_2_padding(model_output["log_probs"], data), {}
 
     for name, value in {"loss_mode": "test_theta", "use_task_rewards": True, "use_policy_gradient": False}.items():
@@ -265,8 +306,8 @@ def test_distillation_aggregates_with_the_column_and_clears_it():
     expected = expected + settings.distillation_loss_coef * reference.loss("balanced", leaf, *arguments)
     assert value.item() == pytest.approx(expected.item(), rel=1e-10)
     assert seen[0] is not None
-    assert hooks.COLUMN not in config.global_batch_info
-    assert hooks.COLUMN not in settings.global_batch_info
+    assert loss_agg.COLUMN not in config.global_batch_info
+    assert loss_agg.COLUMN not in settings.global_batch_info
 
 
 def test_aggregation_without_the_column_or_the_batch_size_is_an_error():
@@ -279,34 +320,20 @@ def test_aggregation_without_the_column_or_the_batch_size_is_an_error():
     rollouts = harness.make_rollouts(0, 2, 4)
     data = harness.to_tensordict(rollouts, list(range(8)), "nested")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=9, global_batch_size=8)
-    with pytest.raises(ValueError, match="train_mini_batch"):
+    with pytest.raises(ValueError, match="update_actor"):
         losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)
 
 
 def test_verls_own_modes_are_untouched():
     torch.manual_seed(0)
     loss, mask = torch.randn(4, 6), torch.rand(4, 6) < 0.7
-    original = hooks._originals["verl.trainer.ppo.core_algos.agg_loss"]
+    original = hooks.attachment.originals["verl.trainer.ppo.core_algos.agg_loss"]
     for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"):
         arguments = {"dp_size": 2, "batch_num_tokens": 17, "global_batch_size": 8, "loss_scale_factor": 3}
         assert torch.equal(core_algos.agg_loss(loss, mask, mode, **arguments), original(loss, mask, mode, **arguments))
 
 
-@pytest.mark.parametrize("module", [trainer_base, ray_trainer], ids=lambda m: m.__name__)
-def test_the_drivers_entropy_metric_is_token_mean_there_and_only_there(module):
-    loss, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[1, 1], [1, 0]])
-    assert module.agg_loss(loss_mat=loss, loss_mask=mask, loss_agg_mode="balanced", loss_scale_factor=None) == 3
-    assert module.agg_loss(loss_mat=loss, loss_mask=mask, loss_agg_mode="seq-mean-token-mean") == pytest.approx(3.5)
-    with pytest.raises(ValueError, match="no fallback"):
-        losses.agg_loss(loss_mat=loss, loss_mask=mask, loss_agg_mode="balanced")
-
-
 # ---- configuration
-
-
-def test_unknown_mode_is_named_with_the_choices():
-    with pytest.raises(ValueError, match=r"actor_rollout_ref.actor.loss_agg_mode='balance'.*token-mean.*balanced"):
-        harness.make_actor_config("balance")
 
 
 def test_bypass_mode_with_rejection_is_refused():
@@ -344,17 +371,6 @@ def test_rejection_in_bypass_mode_is_refused_on_the_driver_before_any_process_st
     validate_config(config, use_reference_policy=False, use_critic=False)
 
 
-def test_a_critic_uses_token_mean_and_says_so(trainer_config, capfd):
-    from verl.workers.config import FSDPCriticConfig
-
-    inherited = trainer_config.critic.loss_agg_mode
-    assert inherited == "balanced"  # interpolated by verl
-    critic = FSDPCriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, loss_agg_mode=inherited)
-    assert critic.loss_agg_mode == "token-mean"
-    FSDPCriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, loss_agg_mode="seq-mean-token-mean")
-    assert "critic.loss_agg_mode=balanced (inherited from the actor)" in capfd.readouterr().err
-
-
 # ---- bad batches
 
 
@@ -380,7 +396,7 @@ def _not_finite(data):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda d: d.pop("uid"), KeyError, "needs uid in the batch of train_mini_batch, got only"),
+        (lambda d: d.pop("uid"), KeyError, "needs uid in the batch of update_actor, got only"),
         (lambda d: d.pop("advantages"), KeyError, "needs advantages"),
         (lambda d: d.pop("response_mask"), KeyError, "needs response_mask"),
         (_short_uid, ValueError, "uid: expected one entry per row, 8; got 2"),
@@ -390,57 +406,28 @@ def _not_finite(data):
 )
 def test_bad_batches_are_refused(change, error, message):
     with pytest.raises(error, match=message):
-        hooks.batch_mean_length("balanced", bad_batch(change), None)
+        harness.pool_lengths("balanced", bad_batch(change))
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1.0, 1.0])
 def test_advantages_at_masked_positions_do_not_matter(garbage):
     rollouts = harness.make_rollouts(0, 2, 4)
     data = harness.to_tensordict(rollouts, list(range(8)), "padded")
-    clean = hooks.batch_mean_length("balanced", data, None)
+    clean = harness.pool_lengths("balanced", data)
     data["advantages"] = torch.where(rollouts.mask, data["advantages"], garbage)
-    assert torch.equal(hooks.batch_mean_length("balanced", data, None), clean)
+    assert torch.equal(harness.pool_lengths("balanced", data), clean)
 
 
 # ---- seams
 
 
-def test_every_seam_is_attached_keeps_the_original_and_leaves_no_stale_binding():
-    hooks.verify()
-    for seam in hooks.seams():
-        assert hooks.seam_fault(seam) is None, seam.name
-        current = hooks._resolve(sys.modules[seam.module], seam.attribute)
-        assert current.__wrapped__ is hooks._originals[seam.name] or not seam.everywhere
-        assert seam.why
-        assert seam.until
-    assert hooks.stale_bindings() == []
-    # verl's dispatch attribute survives, or Ray could not bind the method
-    from verl.single_controller.base.decorator import MAGIC_ATTR
-
-    assert hasattr(engine_workers.TrainingWorker.train_mini_batch, MAGIC_ATTR)
-
-
-def test_no_module_of_verl_names_an_unpatched_function():
-    """The same by hand, without the hooks' own bookkeeping: every `agg_loss` in verl is one of ours."""
-    found = 0
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("verl.") or module is None:
-            continue
-        for attribute in ("agg_loss", "ppo_loss", "distillation_ppo_loss"):
-            function = vars(module).get(attribute)
-            if inspect.isfunction(function):
-                found += 1
-                assert hasattr(function, hooks._MARK), f"{name}.{attribute}"
-    assert found >= 9
-
-
 def test_a_lost_or_stale_seam_is_one_error_that_lists_all(monkeypatch):
-    monkeypatch.setattr(losses, "ppo_loss", hooks._originals["verl.workers.utils.losses.ppo_loss"])
+    monkeypatch.setattr(losses, "ppo_loss", hooks.attachment.originals["verl.workers.utils.losses.ppo_loss"])
     monkeypatch.setattr(core_algos, "agg_loss", lambda *a: None)
     with pytest.raises(hooks.SeamError) as error:
         hooks.verify()
     text = str(error.value)
-    assert "verl 0.9.1" in text
+    assert f"verl {verl.__version__}" in text
     assert "losses.ppo_loss: replaced by something else" in text
     assert "core_algos.agg_loss: replaced by something else" in text
     assert "verl.workers.utils.losses.ppo_loss: still verl's own" in text
@@ -465,7 +452,7 @@ def test_installing_twice_changes_nothing():
 
 def test_importing_verl_ba_has_no_side_effect():
     result = run_python(
-        "import sys, verl_ba, verl_ba.hooks, verl_ba.aggregation\n"
+        "import sys, verl_ba, verl_ba.hooks, verl_ba.aggregation, verl_ba.metrics\n"
         "print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])"
     )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
@@ -495,33 +482,13 @@ def test_modules_that_were_loaded_before_are_rebound_whatever_the_order():
         "import sys, torch\n"
         "hooks.load_seam_modules()\n"
         "stale = [s for s in hooks.stale_bindings() if not s[0].startswith('__main__')]\n"
-        "print(stale, ew.ppo_loss.__module__, hasattr(ew.ppo_loss, hooks._MARK))\n"
+        "print(stale, ew.ppo_loss.__module__, hasattr(ew.ppo_loss, hooks.attach.MARK))\n"
         "ones = torch.ones(2, 3)\n"
         "print(rt.agg_loss(ones, ones, 'balanced').item())\n",
         VERL_PLATFORM="cpu",
         VERL_USE_EXTERNAL_PLUGINS="verl_cpu",
     )
     assert result.stdout.splitlines()[-2:] == ["[] verl.workers.utils.losses True", "1.0"], result.stderr[-2000:]
-
-
-def test_a_changed_signature_is_reported_on_screen_and_refused(capfd):
-    module = type(sys)("verl_fake")
-    module.ppo_loss = lambda config, data: None
-    seam = hooks.Seam("verl_fake", "ppo_loss", ("config", "model_output"), hooks._wrap_loss, "why", "until")
-    missing = hooks.Seam("verl_fake", "gone", (), hooks._wrap_loss, "why", "until")
-    try:
-        hooks._attach(seam, module)
-        hooks._attach(missing, module)
-        error = capfd.readouterr().err
-        assert (
-            "verl_fake.ppo_loss signature changed: expected ('config', 'model_output'), got ('config', 'data')" in error
-        )
-        assert "verl_fake.gone missing" in error
-        assert "balanced" in error
-        assert hooks.seam_fault(seam).startswith("signature changed")
-    finally:
-        hooks._problems.pop("verl_fake.ppo_loss", None)
-        hooks._problems.pop("verl_fake.gone", None)
 
 
 # ---- releases, and what the user sees

@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.support import reference
 from tests.support import verl_harness as harness
-from verl_ba import hooks, support
+from verl_ba import support
 from verl_ba.loss_agg import token_mean_length
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def error_on_this_rank(name: str, form: str, rank: int) -> float:
     rollouts = make_rollouts(form)
     group, rows = group_and_rows(name, rank, len(rollouts))
     data = harness.to_tensordict(rollouts, rows, "nested")
-    column = hooks.batch_mean_length(MODE, data, group)
+    column = harness.pool_lengths(MODE, data, group)
     assert len(column) == len(rows)
     if column.ndim == 1:
         column = column[:, None].expand(-1, 3)
@@ -88,7 +88,7 @@ def test_a_rank_without_its_data_parallel_peers_would_be_seen():
     """The control: half of the batch has other mean lengths."""
     rollouts = make_rollouts("response")
     rows = list(range(len(rollouts)))[::2]
-    got = hooks.batch_mean_length(MODE, harness.to_tensordict(rollouts, rows, "nested"), None)
+    got = harness.pool_lengths(MODE, harness.to_tensordict(rollouts, rows, "nested"))
     expected = reference.token_weights(MODE, rollouts.advantage_BT.tolist(), rollouts.mask.tolist(), rollouts.uid, None)
     wrong = [abs(1 / g - max(expected[i])) / max(expected[i]) for g, i in zip(got.tolist(), rows, strict=True) if g]
     assert max(wrong) > 0.01
@@ -102,7 +102,7 @@ def test_verls_engine_gives_the_group_without_ulysses_peers():
     assert engine.get_data_parallel_group() == "the group of dp"
 
 
-def test_a_worker_that_goes_past_train_mini_batch_raises(tmp_path):
+def test_a_worker_that_goes_past_update_actor_raises(tmp_path):
     """Tinker's split training: forward_backward sees one call's rows, never whole groups."""
     from verl.workers.engine_workers_tinker import TinkerTrainingWorker
 

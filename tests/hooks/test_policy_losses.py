@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from tests.support import reference
 from tests.support import verl_harness as harness
-from verl_ba import aggregation, hooks, support
+from verl_ba import aggregation, hooks, loss_agg, support
 
 hooks.load_seam_modules()
 from verl.protocol import DataProto  # noqa: E402
@@ -69,7 +69,7 @@ def run(rollouts, config, micro, layout="padded", add=None, loss=losses.ppo_loss
     for key, value in (add or {}).items():
         data[key] = value
     if config.loss_agg_mode in aggregation.MODES:
-        data[hooks.COLUMN] = hooks.batch_mean_length(config.loss_agg_mode, data, None)
+        data[loss_agg.COLUMN] = harness.pool_lengths(config.loss_agg_mode, data)
     leaf = rollouts.theta.clone().requires_grad_()
     total, recorded = torch.zeros((), dtype=torch.float64), []
     original = core_algos.agg_loss
@@ -280,7 +280,7 @@ def test_lora_adapters_get_the_exact_gradient():
 
     config = harness.make_actor_config("balanced")
     data = harness.to_tensordict(rollouts, list(range(ROWS)), "nested")
-    data[hooks.COLUMN] = hooks.batch_mean_length("balanced", data, None)
+    data[loss_agg.COLUMN] = harness.pool_lengths("balanced", data)
     total = [torch.zeros_like(p) for p in adapters]
     for start in range(0, ROWS, 5):
         part = harness.tu.index_select_tensor_dict(data, torch.arange(start, min(start + 5, ROWS)))
@@ -346,7 +346,7 @@ def check_estimated(rollouts):
     for part in got:
         assert_same(part, expected)
     data = harness.to_tensordict(rollouts, list(range(ROWS)), "padded")
-    return hooks.batch_mean_length("balanced", data, None).ndim == 2
+    return harness.pool_lengths("balanced", data).ndim == 2
 
 
 @pytest.mark.parametrize("reward", ["binary", "continuous"])
@@ -434,7 +434,7 @@ def test_a_registered_loss_that_goes_past_the_mode_is_told_what_to_do(name, mess
     with pytest.raises(ValueError, match=message) as error:
         run(rollouts, actor_config("balanced", name), 4)
     assert "**config.global_batch_info" in str(error.value)
-    assert hooks._policy_loss_call.get() is None  # the next loss starts afresh
+    assert loss_agg.running_policy_loss() is None  # the next loss starts afresh
     run(rollouts, actor_config("balanced", "vanilla"), 4)
     assert math.isfinite(run(rollouts, actor_config("token-mean", name), 4)[0])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_ba import releases
-from verl_ba.balance import SIGN_METRICS
+from verl_ba.metrics import SIGN_METRICS
 
 pytestmark = pytest.mark.slow
 

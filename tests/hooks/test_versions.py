@@ -19,9 +19,10 @@ import verl  # loads the plugin, as in any verl process
 from tensordict import NonTensorStack, TensorDict
 
 from tests.support import verl_harness as harness
-from verl_ba import diagnostics, hooks, releases, support
+from verl_ba import hooks, loss_agg, releases, support
 from verl_ba.aggregation import ALL_MODES, MODES
-from verl_ba.balance import METRICS
+from verl_ba.hooks import attach, log
+from verl_ba.metrics import METRICS, SIGN_NAMES
 
 ERRORS = hooks.load_seam_modules()
 RELEASE = releases.current()
@@ -49,6 +50,13 @@ def test_every_seam_attaches(capfd):
     assert hooks.is_installed()
     for seam in SEAMS:
         assert hooks.seam_fault(seam) is None, seam.name
+        current = attach.resolve(sys.modules[seam.module], seam.attribute)
+        wrapped = [current]
+        while (inner := getattr(wrapped[-1], "__wrapped__", None)) is not None:
+            wrapped.append(inner)
+        assert hooks.attachment.originals[seam.name] in wrapped, seam.name
+        assert seam.why
+        assert seam.until
     hooks.verify()
     # Only what needs a package that is not installed here may be out of reach, and nothing that trains under our modes.
     for module, error in ERRORS.items():
@@ -57,7 +65,7 @@ def test_every_seam_attaches(capfd):
     # verl's dispatch attribute survives, or Ray could not bind the method
     from verl.single_controller.base.decorator import MAGIC_ATTR
 
-    assert hasattr(engine_workers.TrainingWorker.train_mini_batch, MAGIC_ATTR)
+    assert hasattr(engine_workers.ActorRolloutRefWorker.update_actor, MAGIC_ATTR)
 
 
 def test_no_stale_binding():
@@ -68,7 +76,7 @@ def test_no_stale_binding():
             function = vars(module).get(attribute) if name.startswith("verl.") and module is not None else None
             if inspect.isfunction(function):
                 found += 1
-                assert hasattr(function, hooks._MARK), f"{name}.{attribute}"
+                assert hasattr(function, attach.MARK), f"{name}.{attribute}"
     assert found >= 6
 
 
@@ -90,10 +98,10 @@ def test_every_user_of_agg_loss_in_verls_sources_is_known():
 def take_away(monkeypatch, seam) -> None:
     owner, _, attribute = seam.attribute.rpartition(".")
     module = sys.modules[seam.module]
-    ours, original = hooks._resolve(module, seam.attribute), hooks._originals[seam.name]
-    monkeypatch.setattr(hooks._resolve(module, owner) if owner else module, attribute, original)
+    ours, original = attach.resolve(module, seam.attribute), hooks.attachment.originals[seam.name]
+    monkeypatch.setattr(attach.resolve(module, owner) if owner else module, attribute, original)
     if seam.everywhere:
-        for other, key, _ in hooks._bindings({id(ours)}):
+        for other, key, _ in attach.bindings({id(ours)}):
             monkeypatch.setattr(other, key, original)
 
 
@@ -110,14 +118,14 @@ def test_a_worker_without_a_seam_raises(monkeypatch, seam):
     take_away(monkeypatch, seam)
     expected = {
         "ActorConfig.__post_init__": "Invalid loss_agg_mode: balanced",  # verl's own words
-        "TrainingWorker.train_mini_batch": "the update must go through TrainingWorker.train_mini_batch",
+        "ActorRolloutRefWorker.update_actor": "the update must go through ActorRolloutRefWorker.update_actor",
     }.get(seam.attribute, f"not completely attached to verl {RELEASE.version}.*{seam.name}")
     with pytest.raises((ValueError, hooks.SeamError), match=f"(?s){expected}"):
         run()
 
 
 def test_a_process_without_any_seam_refuses_the_mode(monkeypatch):
-    monkeypatch.setattr(hooks, "_installed", False)
+    monkeypatch.setattr(hooks.attachment, "installed", False)
     with pytest.raises(hooks.SeamError, match=r"install\(\) was not called in this process"):
         hooks.verify()
 
@@ -134,7 +142,7 @@ def test_every_metric_is_logged_under_its_own_name(mode):
     for layout in RELEASE.layouts:
         rollouts, metrics = run(mode, layout, mini_batches=2)
         logged = reduce_metrics(py_functional.rename_dict(metrics, "actor/"))
-        parts = [logged[f"balance/pg_loss/{sign}"] for sign in diagnostics.SIGN_NAMES]
+        parts = [logged[f"balance/pg_loss/{sign}"] for sign in SIGN_NAMES]
         assert sum(parts) == pytest.approx(logged["actor/pg_loss"], rel=1e-6)
         assert logged["balance/responses"] == rollouts.mask.any(1).sum()
         modes = ("active", *ALL_MODES)
@@ -149,7 +157,7 @@ def test_every_metric_is_logged_under_its_own_name(mode):
             }
 
 
-@pytest.mark.parametrize("seam", [s for s in SEAMS if s.wrap is hooks._wrap_log_rollout_data], ids=lambda s: s.module)
+@pytest.mark.parametrize("seam", [s for s in SEAMS if s.wrap is log.wrap_log_rollout_data], ids=lambda s: s.module)
 def test_a_dump_from_transfer_queue_has_the_lengths_of_the_final_mask(monkeypatch, seam):
     import transfer_queue
 
@@ -175,8 +183,8 @@ def test_a_dump_from_transfer_queue_has_the_lengths_of_the_final_mask(monkeypatc
         lambda keys, partition_id, select_fields: rows.select(*select_fields, strict=False),
     )
     batch = SimpleNamespace(keys=["b_0_0", "a_0_0", "pad_0_0"], partition_id="train")
-    log = getattr(sys.modules[seam.module], seam.attribute.partition(".")[0])._log_rollout_data
-    log(Trainer(), batch, {}, "folder")
+    dump = getattr(sys.modules[seam.module], seam.attribute.partition(".")[0])._log_rollout_data
+    dump(Trainer(), batch, {}, "folder")
     assert written == [({"uid": ["a_0_0", "b_0_0", "pad_0_0"], "response_length": [2, 2, 0]}, "folder")]
 
 
@@ -216,7 +224,7 @@ def policy_loss_under(mode, name) -> float:
         dp_size=1, batch_num_tokens=int(rollouts.mask.sum()), global_batch_size=16, loss_scale_factor=None
     )
     if mode == "balanced":
-        config.global_batch_info[hooks.COLUMN] = hooks.batch_mean_length("balanced", data, None)
+        config.global_batch_info[loss_agg.COLUMN] = harness.pool_lengths("balanced", data)
     value, _ = core_algos.get_policy_loss_fn(name)(
         old_log_prob=rollouts.old,
         log_prob=rollouts.theta,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ba import hooks, releases, support
+from verl_ba import releases, support
 from verl_ba.aggregation import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def test_the_plugin_stands_aside():
         "hooks.verify()\n"
         "report = doctor.examine()\n"
         "print(json.dumps([hooks.is_installed(), releases.is_patched(), hooks.seams(), report.faults, report.seams,\n"
-        "                  hasattr(core_algos.agg_loss, hooks._MARK), hasattr(core_algos.agg_loss, '__wrapped__')]))"
+        "                  hasattr(core_algos.agg_loss, hooks.attach.MARK), hasattr(core_algos.agg_loss, '__wrapped__')]))"
     )
     said = run(os.environ["VERL_BA_PATCHED"], "-c", code, plugin=True).stdout.splitlines()[-1]
     installed, patched, seams, faults, rows, marked, wrapped = json.loads(said)
@@ -228,7 +228,7 @@ def test_a_loss_without_the_column_names_it(one_process):
     rollouts, config = harness.make_rollouts(0, 2, 4), harness.make_actor_config("balanced")
     data = harness.to_tensordict(rollouts, list(range(8)), "padded")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=9, global_batch_size=8)
-    with pytest.raises(KeyError, match=hooks.COLUMN):
+    with pytest.raises(KeyError, match=loss_agg.COLUMN):
         losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)
     expected = harness.expected_loss(rollouts, "balanced", rollouts.theta, config, 8)
     assert loss_through_verl(rollouts, config).item() == pytest.approx(expected.item(), rel=1e-12)

@@ -16,7 +16,6 @@ from studies.miniature import outcome, runner, train
 from studies.miniature.model import CHARACTERS, END, PAD, Model, encode, sample
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell, demonstration, score
 from studies.rules import fit
-from verl_ba import hooks
 
 CELLS = {
     "negatives": Cell("n", "mod7", "negatives", (4, 4), 0.2, wrong=0.6, warm_steps=3),
@@ -158,7 +157,7 @@ def test_a_rules_loss_and_gradient_are_those_of_its_mode(small_model, rule, mode
             "advantages": update.advantage_BT,
             "response_mask": update.rollout.mask_BT,
         }
-        column = hooks.batch_mean_length(mode, data, None)
+        column = loss_agg.column(mode, loss_agg.gather(data))
     real = train.policy_loss(small_model, update, rows, column, len(rows), config)
     torch.testing.assert_close(loss, real, rtol=1e-7 if mode == "seq-mean-token-mean" else 1e-12, atol=1e-9)
     gradient = torch.autograd.grad(real, list(small_model.parameters()))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from studies import scale
 from studies.rules import RULES
 from studies.simulated import Mean, Setting, assemble, draw, mean_lengths
-from verl_ba.balance import balance_metrics
+from verl_ba.metrics import balance_metrics
 from verl_ba.tools.cli import app as verl_ba
 
 TRUE = Setting(

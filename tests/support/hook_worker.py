@@ -11,7 +11,7 @@ from verl.utils.metric import reduce_metrics
 from tests.support import verl_harness as harness
 from verl_ba import releases
 from verl_ba.aggregation import MODES
-from verl_ba.balance import SIGN_METRICS, balance_metrics
+from verl_ba.metrics import SIGN_METRICS, balance_metrics
 
 
 def settings():

@@ -14,7 +14,9 @@ from tensordict import NonTensorStack, TensorDict
 from verl.utils import tensordict_utils as tu
 
 from tests.support import reference
-from verl_ba import aggregation, hooks
+from tests.support import verl_harness as harness
+from verl_ba import aggregation, loss_agg
+from verl_ba.hooks import ppo_loss
 
 FORMS = ("response", "token")
 GARBAGE = (math.nan, math.inf, -math.inf, 1e300)
@@ -80,22 +82,22 @@ def tensordict(batch: SimpleNamespace, rows: list[int]) -> TensorDict:
 def loss_and_gradient(batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
     """The update through the hooks, summed over ranks and micro-batches as data-parallel training does."""
     data = [tensordict(batch, rows) for rows in batch.shares]
-    gathered = [hooks._local_rows(batch.mode, share) for share in data]
+    gathered = [loss_agg.rows_of(share) for share in data]
     leaf = torch.tensor(batch.loss, dtype=torch.float64, requires_grad=True)
     total = torch.zeros((), dtype=torch.float64)
     info = {"dp_size": batch.ranks, "global_batch_size": len(batch.group)}
-    policy_term = hooks._wrap_loss(_policy_term)
-    original = hooks._all_gather
+    policy_term = ppo_loss.wrap_loss(_policy_term)
+    original = loss_agg.all_gather
     for rank, (rows, share) in enumerate(zip(batch.shares, data, strict=True)):
-        hooks._all_gather = lambda mine, group, rank=rank: (gathered, rank)
+        loss_agg.all_gather = lambda mine, group, rank=rank: (gathered, rank)
         try:
-            share[hooks.COLUMN] = hooks.batch_mean_length(batch.mode, share, None)
+            share[loss_agg.COLUMN] = harness.pool_lengths(batch.mode, share)
         finally:
-            hooks._all_gather = original
+            loss_agg.all_gather = original
         for start in range(0, len(rows), batch.micro):
             places = torch.arange(start, min(start + batch.micro, len(rows)))
             part = tu.index_select_tensor_dict(share, places)
-            mask = hooks._padded(part["response_mask"])
+            mask = loss_agg.padded(part["response_mask"])
             token_loss = leaf[[rows[i] for i in places], : mask.shape[1]]
             config = SimpleNamespace(loss_agg_mode=batch.mode, global_batch_info=dict(info))
             value, _ = policy_term(config, {"loss": token_loss, "mask": mask}, part)
@@ -113,7 +115,7 @@ def _policy_term(config, model_output, data, dp_group=None):
         return agg_loss(token_loss, mask, config.loss_agg_mode, **config.global_batch_info), {}
     # verl's own modes, as aggregation.py expresses them
     info = config.global_batch_info
-    return hooks.aggregate(token_loss, mask, data[hooks.COLUMN], info["global_batch_size"], info["dp_size"]), {}
+    return loss_agg.aggregate(token_loss, mask, data[loss_agg.COLUMN], info["global_batch_size"], info["dp_size"]), {}
 
 
 def mismatch(batch: SimpleNamespace) -> float:

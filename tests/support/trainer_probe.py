@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from verl_ba import hooks
+from verl_ba import loss_agg
+from verl_ba.hooks import update
 
 
 def _write(**record) -> None:
@@ -29,9 +30,18 @@ def _column(data, name: str) -> list:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
-@functools.wraps(batch_mean_length := hooks.batch_mean_length)
-def _batch_mean_length(mode, data, group, update=None):
-    column = batch_mean_length(mode, data, group, update)
+_gathered: dict = {}
+
+
+@functools.wraps(gather := loss_agg.gather)
+def _gather(data, dp_group=None):
+    _gathered.update(data=data)
+    return gather(data, dp_group)
+
+
+@functools.wraps(column := loss_agg.column)
+def _column_of_update(mode, rows):
+    lengths, data = column(mode, rows), _gathered["data"]
     _write(
         event="update",
         mode=mode,
@@ -39,12 +49,12 @@ def _batch_mean_length(mode, data, group, update=None):
         session=_column(data, "session_id") if "session_id" in data else None,
         advantage=_rows(data["advantages"]),
         mask=_rows(data["response_mask"]),
-        column=column.tolist(),
+        column=lengths.tolist(),
     )
-    return column
+    return lengths
 
 
-@functools.wraps(aggregate := hooks.aggregate)
+@functools.wraps(aggregate := loss_agg.aggregate)
 def _aggregate(token_loss_BT, mask_BT, mean_length_B, num_responses, dp_size=1):
     if torch.is_grad_enabled():  # without: a part of the same loss, for what is logged
         _write(
@@ -57,5 +67,5 @@ def _aggregate(token_loss_BT, mask_BT, mean_length_B, num_responses, dp_size=1):
     return aggregate(token_loss_BT, mask_BT, mean_length_B, num_responses, dp_size)
 
 
-hooks.batch_mean_length = _batch_mean_length
-hooks.aggregate = _aggregate
+update.gather, update.column = _gather, _column_of_update
+loss_agg.aggregate = _aggregate

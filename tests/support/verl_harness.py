@@ -191,6 +191,13 @@ def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: 
     return tu.get(actor_of(worker).update_actor(data), "metrics")
 
 
+def pool_lengths(mode: str, data: TensorDict, dp_group=None) -> torch.Tensor:
+    """The column that the hook puts into the batch."""
+    from verl_ba import loss_agg
+
+    return loss_agg.column(mode, loss_agg.gather(data, dp_group))
+
+
 def actor_of(worker):
     """The worker that holds it in a run: its `update_actor` is the seam of a patched verl (patches/)."""
     from verl.workers.engine_workers import ActorRolloutRefWorker

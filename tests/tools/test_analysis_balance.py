@@ -11,7 +11,7 @@ import torch
 
 from verl_ba import balance
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.balance import METRICS, SIGN_METRICS, balance_metrics
+from verl_ba.metrics import METRICS, SIGN_METRICS, balance_metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.balance import balance_metrics
+from verl_ba.metrics import balance_metrics
 from verl_ba.tools.analysis import rollouts, tokens, weighing
 from verl_ba.tools.analysis.rollouts import NoRollouts, find_files, read_rollouts
 from verl_ba.tools.cli import app

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from verl_ba import __version__, hooks, releases
+from verl_ba import __version__, releases
+from verl_ba.aggregation import MODES
 from verl_ba.paper.data.command import data
 from verl_ba.tools.analysis import commands
 from verl_ba.tools.doctor import Report, examine, examine_cluster
@@ -159,7 +160,7 @@ def finish(console: Console, faults: list[str]) -> None:
     for fault in faults:
         console.print(f"✗ {fault}", style="red", highlight=False, markup=False)
     if not faults:
-        console.print(f"✓ actor_rollout_ref.actor.loss_agg_mode may be {' or '.join(hooks.MODES)}", highlight=False)
+        console.print(f"✓ actor_rollout_ref.actor.loss_agg_mode may be {' or '.join(MODES)}", highlight=False)
     raise typer.Exit(1 if faults else 0)
 
 

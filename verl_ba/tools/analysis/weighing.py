@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.balance import EQUAL_ADVANTAGES, fold, group_sums, response_weights, statistics
+from verl_ba.metrics.weights import EQUAL_ADVANTAGES, fold, group_sums, response_weights, statistics
 from verl_ba.tools.analysis.estimate import Estimate
 from verl_ba.tools.analysis.rollouts import Rollouts
 

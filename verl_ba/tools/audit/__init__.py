@@ -15,12 +15,8 @@ one after the other, so collectives, and what an engine does beyond FSDP's scali
 Shape suffixes: B responses (rows), T response tokens.
 """
 
-from verl_ba import hooks
-
-hooks.install()  # before the modules below load verl's: what is audited is what a run would use
-
-from verl_ba.tools.audit.auditor import audit  # noqa: E402
-from verl_ba.tools.audit.config import AuditError, compose, import_losses, load  # noqa: E402
-from verl_ba.tools.audit.readings import Finding, Report, Row  # noqa: E402
+from verl_ba.tools.audit.auditor import audit
+from verl_ba.tools.audit.config import AuditError, compose, import_losses, load
+from verl_ba.tools.audit.readings import Finding, Report, Row
 
 __all__ = ["AuditError", "Finding", "Report", "Row", "audit", "compose", "import_losses", "load"]

@@ -8,7 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo import core_algos
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_ba import releases
+from verl_ba import hooks, releases
 from verl_ba.tools.audit import findings
 from verl_ba.tools.audit.batch import Batch, Split, make_batch
 from verl_ba.tools.audit.config import AuditError, changed, import_losses, scalars
@@ -26,6 +26,7 @@ def audit(config: DictConfig) -> Report:
     Raises:
         AuditError: the configuration is not one of verl's trainers, or verl would not start with it.
     """
+    hooks.install()  # what is audited is what a run would use
     actor, report = _actor(config)
     try:
         batch = actor.batch = _usable_batch(actor, config, report)

@@ -44,7 +44,7 @@ def compose(overrides: Sequence[str], config_path: Path | None = None, config_na
 def load(path: Path) -> DictConfig:
     """A composed configuration: YAML, JSON, or a run's manifest.json, whose last start is taken.
 
-    Raises AuditError if the file cannot be read or is none.
+    Raises AuditError if the file cannot be read or is not a configuration.
     """
     try:
         text = path.read_text()

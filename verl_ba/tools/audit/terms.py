@@ -13,8 +13,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils import losses
 
-from verl_ba import hooks
-from verl_ba.aggregation import MODES
+from verl_ba import loss_agg
 from verl_ba.tools.audit.batch import ROWS, Batch, Split, sequences
 from verl_ba.tools.audit.config import changed
 
@@ -42,7 +41,7 @@ class Result:
 def run(loss: Loss, batch: Batch, split: Split, point: torch.Tensor, mode: str) -> Result:
     """Value and gradient of a mini-batch under this split, as a data-parallel engine adds them up."""
     everything = list(range(ROWS))
-    column = hooks.batch_mean_length(mode, batch.micro_batch(everything), None) if mode in MODES else None
+    column = loss_agg.compute_pool_mean_length(mode, batch.micro_batch(everything)).get(loss_agg.COLUMN)
     leaf = point.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
@@ -56,7 +55,7 @@ def run(loss: Loss, batch: Batch, split: Split, point: torch.Tensor, mode: str) 
                 global_batch_size=ROWS,
             )
             if column is not None:
-                data[hooks.COLUMN] = column[rows]
+                data[loss_agg.COLUMN] = column[rows]
             total = total + loss(leaf, rows, data) / split.ranks
     if not total.requires_grad:  # this loss does not read this output of the model
         return Result(total, torch.zeros_like(leaf))

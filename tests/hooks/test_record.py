@@ -9,8 +9,9 @@ import verl  # noqa: F401  loads the plugin, as in any verl process
 from verl.utils.metric import Metric, reduce_metrics
 
 from tests.support import verl_harness as harness
-from verl_ba import aggregation, diagnostics, hooks
-from verl_ba.balance import METRICS, SIGN_METRICS, balance_metrics
+from verl_ba import aggregation, hooks, loss_agg, say
+from verl_ba.hooks import log
+from verl_ba.metrics import METRICS, SIGN_METRICS, SIGN_NAMES, balance_metrics, record
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -26,7 +27,7 @@ EVERY_MODE = (*aggregation.ALL_MODES, *CONSTANT_DIVISOR)
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(diagnostics, "_said", set())
+    say.forget()
 
 
 def logged(
@@ -45,7 +46,7 @@ def logged(
 
 
 def by_sign(metrics, name) -> dict[str, float]:
-    return {s: metrics[key] for s in diagnostics.SIGN_NAMES if (key := f"balance/{name}/{s}") in metrics}
+    return {s: metrics[key] for s in SIGN_NAMES if (key := f"balance/{name}/{s}") in metrics}
 
 
 # ---- by sign
@@ -63,7 +64,7 @@ def test_the_parts_of_the_policy_loss_add_up_to_what_verl_logs(name, mode, form)
     rollouts = harness.make_rollouts(3, groups=4, size=4, form=form)
     got, _ = logged(rollouts, mode, mini_batches=2, policy_loss=harness_policy_loss(name))
     parts = by_sign(got, "pg_loss")
-    assert set(parts) == set(diagnostics.SIGN_NAMES)
+    assert set(parts) == set(SIGN_NAMES)
     assert sum(parts.values()) == pytest.approx(got["actor/pg_loss"], rel=1e-6, abs=1e-12)
     assert abs(parts["positive"]) > 1e-6 < abs(parts["negative"])
 
@@ -90,7 +91,7 @@ def test_loss_clip_fraction_and_entropy_of_each_sign_are_the_references(
     low, high = config.clip_ratio_low, config.clip_ratio_high
     loss = reference.ppo_token_loss(rollouts.theta, rollouts.old, rollouts.advantage, low, high, config.clip_ratio_c)
     part = harness.token_weights(rollouts, mode) * torch.where(rollouts.mask, loss, 0.0)
-    for sign, name in zip(aggregation.SIGNS, diagnostics.SIGN_NAMES, strict=True):
+    for sign, name in zip(aggregation.SIGNS, SIGN_NAMES, strict=True):
         clipped, entropy, tokens, total = 0, 0.0, 0, 0.0
         for i, t in rollouts.mask.nonzero().tolist():
             if reference.sign_of(rollouts.advantage_BT[i, t]) != sign:
@@ -113,9 +114,9 @@ def test_loss_clip_fraction_and_entropy_of_each_sign_are_the_references(
 def test_clip_fractions_are_verls_own_split_by_sign():
     rollouts = harness.make_rollouts(5, groups=4, size=4)
     got, _ = logged(rollouts, "token-mean", micro=16)
-    tokens = dict.fromkeys(diagnostics.SIGN_NAMES, 0)
+    tokens = dict.fromkeys(SIGN_NAMES, 0)
     for sign, length in zip(rollouts.sign, rollouts.mask.sum(1).tolist(), strict=True):
-        tokens[diagnostics.SIGN_NAMES[sign + 1]] += length
+        tokens[SIGN_NAMES[sign + 1]] += length
     total = sum(fraction * tokens[s] for s, fraction in by_sign(got, "clip_fraction").items())
     assert total / sum(tokens.values()) == pytest.approx(got["actor/pg_clipfrac"], rel=1e-6)
 
@@ -234,13 +235,13 @@ def test_losses_and_gradients_are_the_same_bits_with_and_without_metrics(monkeyp
 @pytest.mark.parametrize("field", ["uid", "advantages"])
 def test_a_batch_without_a_field_trains_under_verls_own_modes_and_says_once_what_is_missing(capfd, field):
     rollouts = harness.make_rollouts(1, groups=4, size=4)
-    gather = hooks._local_rows
+    rows_of = loss_agg.rows_of
 
-    def without(mode, data):
-        return gather(mode, data.exclude(field))
+    def without(data):
+        return rows_of(data.exclude(field))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "_local_rows", without)
+        patch.setattr(loss_agg, "rows_of", without)
         for _ in range(2):
             got, gradients = logged(rollouts, "token-mean")
     _, expected = logged(rollouts, "token-mean")
@@ -249,7 +250,7 @@ def test_a_batch_without_a_field_trains_under_verls_own_modes_and_says_once_what
     assert "balance/pg_loss/positive" in got
     error = capfd.readouterr().err
     assert error.count("no balance/… metrics of whole groups: ") == 1
-    assert f"loss_agg_mode=token-mean needs {field} in the batch" in error
+    assert f"needs {field} in the batch" in error
 
 
 @pytest.mark.parametrize("mode", ["balanced", "token-mean"])
@@ -264,8 +265,8 @@ def test_a_fault_in_the_metrics_costs_only_metrics(monkeypatch, capfd, mode):
             raise RuntimeError("out of paper")
         return torch.zeros_like(arguments["advantages"], dtype=torch.bool)
 
-    monkeypatch.setattr(diagnostics, "_clipped", fail)
-    monkeypatch.setattr("verl_ba.balance.balance_metrics", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(record, "clipped_tokens", fail)
+    monkeypatch.setattr("verl_ba.metrics.record.balance_metrics", lambda *args, **kwargs: 1 / 0)
     got, after = logged(rollouts, mode, micro=4)
     assert len(calls) > 2
     assert torch.equal(gradients[0], after[0])
@@ -311,11 +312,27 @@ def test_verls_reduction_leaves_every_value_as_it_is():
 
 
 def test_a_metric_is_of_verls_class_and_reduced_like_the_policy_loss():
-    record = diagnostics._Record(entropy_expected=False)
+    recorded = record.Record(entropy_expected=False)
     like = Metric(value=1.0, aggregation="sum")
-    metrics = record.metrics(like)
-    assert len(metrics) == len(diagnostics._SUMS) * 3
+    metrics = recorded.metrics(like)
+    assert len(metrics) == len(record.SUMS) * 3
     assert all(isinstance(m, Metric) and m.aggregation == like.aggregation for m in metrics.values())
+
+
+def test_a_clipped_token_is_one_that_verl_counts_however_far_the_policies_are_apart():
+    """verl bounds the log-ratio at 20 before it clips: with a clip range beyond that nothing is clipped."""
+    rollouts = harness.make_rollouts(3, groups=4, size=4, empties=False)
+    rollouts.old = rollouts.theta - 30.0
+    for high in (1e9, 0.28):
+        config = harness.make_actor_config("token-mean", clip_ratio_high=high)
+        got, _ = logged(rollouts, "token-mean", config=config)
+        clipped = sum(
+            got[f"balance/clip_fraction/{sign}"] * int(rollouts.mask[rollouts.advantage.sign() == number].sum())
+            for number, sign in ((-1, "negative"), (0, "zero"), (1, "positive"))
+            if f"balance/clip_fraction/{sign}" in got
+        )
+        assert clipped / int(rollouts.mask.sum()) == pytest.approx(got["actor/pg_clipfrac"], abs=1e-6)
+        assert (clipped > 0) == (high < 1)
 
 
 # ---- dumps of rollouts
@@ -330,7 +347,7 @@ def test_the_legacy_dump_has_uids_and_the_lengths_of_the_final_mask():
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
     batch = types.SimpleNamespace(batch={"response_mask": mask}, non_tensor_batch={"uid": ["uid_sample_0_7"] * 2})
     extra = {"acc": [1.0, 0.0]}
-    hooks._wrap_log_rollout_data_legacy(original)(None, batch, extra, {}, "folder")
+    log.wrap_log_rollout_data_legacy(original)(None, batch, extra, {}, "folder")
     uid = ["uid_sample_0_7_0_0", "uid_sample_0_7_1_0"]  # in the v1 trainer's form: <uid>_<session>_<row>
     assert seen == {"acc": [1.0, 0.0], "response_length": [2, 0], "uid": uid}
     assert extra == {"acc": [1.0, 0.0]}  # the trainer goes on to use it
@@ -349,13 +366,13 @@ def test_a_dump_without_lengths_is_still_written(monkeypatch, capfd):
             )
 
     batch = types.SimpleNamespace(keys=["a_0_0", "b_0_0"], partition_id="train")
-    log = hooks._wrap_log_rollout_data(Trainer._log_rollout_data)
-    monkeypatch.setattr(diagnostics, "lengths_in_queue", lambda batch: [3, 4])
+    dump = log.wrap_log_rollout_data(Trainer._log_rollout_data)
+    monkeypatch.setattr(log, "lengths_in_queue", lambda batch: [3, 4])
     trainer = Trainer()
-    log(trainer, batch, {}, "folder")
+    dump(trainer, batch, {}, "folder")
     assert written.pop() == {"uid": ["b_0_0", "a_0_0"], "response_length": [4, 3]}
-    monkeypatch.setattr(diagnostics, "lengths_in_queue", lambda batch: 1 / 0)
-    log(trainer, batch, {}, "folder")
+    monkeypatch.setattr(log, "lengths_in_queue", lambda batch: 1 / 0)
+    dump(trainer, batch, {}, "folder")
     assert written.pop() == {"uid": ["b_0_0", "a_0_0"]}
     assert "no balance/… metrics in the dump of rollouts: division by zero" in capfd.readouterr().err
     assert "_dump_generations" not in vars(trainer)

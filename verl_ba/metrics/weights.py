@@ -1,8 +1,8 @@
 """What each aggregation does with one batch of responses: numbers for the log, and for `verl-ba analyze`.
 
-For every mode a response weighs w_i = T_i / ℓ̄_pool(i), so that an average response weighs 1 (`aggregation` has the
-formula and the pools). Its part in the policy gradient is |A_i|·w_i; a *gradient share* is a part of the sum of these.
-All of it follows from four columns: length, group, sign and size of the advantage.
+For every mode a response weighs w_i = T_i / ℓ̄_pool(i), so that an average response weighs 1 (`loss_agg` has the formula
+and the pools). Its part in the policy gradient is |A_i|·w_i; a *gradient share* is a part of the sum of these. All of it
+follows from four columns: length, group, sign and size of the advantage.
 
 The batch is one whole update. verl's token-mean is taken over each mini-batch of it, so with several mini-batches an
 update its row is what one mini-batch of the whole batch would do.
@@ -10,163 +10,18 @@ update its row is what one mini-batch of the whole batch would do.
 Shape suffixes: B rows of the batch, R responses (rows of one session folded), G groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from verl_ba.aggregation import ALL_MODES, SIGNS, Labels, pool_mean_length, pool_mean_length_by_sign
-from verl_ba.loss_agg import number as _codes
+from verl_ba.aggregation import ALL_MODES, pool_mean_length, pool_mean_length_by_sign
+from verl_ba.loss_agg import SIGNS, Labels, number, response_of_row
+from verl_ba.metrics.definitions import PREFIX
 
 EQUAL_ADVANTAGES = 1e-6
 """Spread of the advantages of a group below which it counts as one without variance: float rounding of equal rewards."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One logged number: `<mode>` in the name stands for `active` and for each of the four modes."""
-
-    name: str
-    unit: str
-    meaning: str
-    healthy: str
-
-
-SIGN_METRICS = tuple(
-    metric
-    for sign, advantage in (
-        ("positive", "positive advantage"),
-        ("negative", "negative advantage"),
-        ("zero", "advantage 0"),
-    )
-    for metric in (
-        Metric(
-            f"pg_loss/{sign}",
-            "loss",
-            f"part of `actor/pg_loss` that comes from tokens with {advantage}; the three parts add up to it",
-            "0" if sign == "zero" else "minus the other sign's under `balanced` and sequence-mean, on policy",
-        ),
-        Metric(
-            f"clip_fraction/{sign}",
-            "share",
-            f"tokens with {advantage} whose ratio is clipped (`actor/pg_clipfrac`); with PPO's clip, `loss_mode=vanilla`",
-            "0" if sign == "zero" else "small, and alike for both signs",
-        ),
-        Metric(
-            f"entropy/{sign}",
-            "nats",
-            f"mean entropy of the policy at tokens with {advantage}; where verl computes it (`calculate_entropy`)",
-            "neither falling to 0 nor rising; a falling positive one: sure of what is right",
-        ),
-    )
-)
-"""Of tokens, from the losses of an update: logged by a training run, and not known to `balance_metrics`."""
-
-METRICS = (
-    Metric("responses", "responses", "responses with at least one valid token", "constant"),
-    Metric(
-        "empty_responses",
-        "responses",
-        "fully masked responses, verl's padding rows among them: they weigh nothing",
-        "0, or what the filters remove",
-    ),
-    Metric("groups", "groups", "prompts with a response that is not empty", "the configured batch size"),
-    Metric("groups_mixed", "share", "groups with both signs: only these can be tilted", "not falling to 0"),
-    Metric("groups_without_variance", "share", "groups whose advantages are all equal", "not rising to 1"),
-    Metric(
-        "lone_responses",
-        "share",
-        "of the responses of mixed groups, those alone with their sign: `balanced` treats them as sequence-mean does",
-        "small; large where most prompts are very hard or very easy",
-    ),
-    Metric("response_share/positive", "share", "responses with positive advantage", "neither 0 nor 1"),
-    Metric("response_share/negative", "share", "responses with negative advantage", "neither 0 nor 1"),
-    Metric("response_share/zero", "share", "responses with advantage 0", "that of the groups without variance"),
-    Metric("length/positive", "tokens", "mean length of the responses with positive advantage", "stable"),
-    Metric("length/negative", "tokens", "mean length of the responses with negative advantage", "stable"),
-    Metric(
-        "length_gap/tokens",
-        "tokens",
-        "mean over mixed groups of (mean length of negatives − mean length of positives)",
-        "near 0; if not, token modes tilt",
-    ),
-    Metric(
-        "length_gap/ratio",
-        "ratio",
-        "the same two means, averaged over mixed groups, divided",
-        "near 1; above 1.2, say, token modes tilt towards the negatives",
-    ),
-    Metric(
-        "length_variation",
-        "ratio",
-        "standard deviation over mean of the lengths within a group and sign, pooled over all of these",
-        "below 0.3, say; if above, sequence-mean starves long responses",
-    ),
-    Metric(
-        "<mode>/gradient_share_positive",
-        "share",
-        "Σ|A|·w of the positive responses over that of all",
-        "the positives' share of Σ|A|: 0.5 with group-centred advantages",
-    ),
-    Metric("<mode>/gradient_share_negative", "share", "the same for the negative responses", "1 − the other"),
-    Metric(
-        "<mode>/tilt",
-        "share",
-        "gradient_share_negative minus the negatives' share of Σ|A|: what lengths alone have moved",
-        "0 under `balanced` and sequence-mean with binary rewards",
-    ),
-    Metric(
-        "<mode>/long_to_short",
-        "ratio",
-        "weight of a token in the longest quarter of the responses over that of one in the shortest quarter",
-        "1 under token-mean; well below 1: long responses are starved",
-    ),
-    Metric(
-        "<mode>/moved",
-        "share",
-        "½Σ|A|·|w − w of the active mode| over Σ|A|·w of the active mode: what switching to this mode would move",
-        "near 0: the choice does not matter here",
-    ),
-    Metric("<mode>/weight_max", "ratio", "largest weight of a response", "no single response rules"),
-    Metric("<mode>/weight_min", "ratio", "smallest weight of a response that is not empty", "above 0"),
-    Metric(
-        "active/weight_residual",
-        "ratio",
-        "|Σw over the rows − rows that are not empty| over the latter",
-        "below 1e-9: the weights are a true weighted mean",
-    ),
-    *SIGN_METRICS,
-)
-"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but `SIGN_METRICS`."""
-
-
-def metrics_markdown() -> str:
-    """The table of `METRICS` as Markdown."""
-    lines = ["| metric | unit | meaning | a healthy run |", "| --- | --- | --- | --- |"]
-    for m in METRICS:
-        cells = (f"`balance/{m.name}`", m.unit, m.meaning, m.healthy)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-EXAMPLE = {"length": (10, 1000, 1000, 1000), "sign": (1, 1, -1, -1)}
-"""One prompt, four responses: a short and a long right one, two long wrong ones."""
-
-
-def example_markdown() -> str:
-    """The weights of the responses of `EXAMPLE` under each mode, as a Markdown table."""
-    one_prompt = torch.zeros(len(EXAMPLE["length"]), dtype=torch.int64)
-    responses = fold(EXAMPLE["length"], one_prompt, EXAMPLE["sign"])
-    names = [
-        f"{'right' if sign > 0 else 'wrong'}, {length:,} tokens"
-        for length, sign in zip(EXAMPLE["length"], EXAMPLE["sign"], strict=True)
-    ]
-    lines = [f"| mode | {' | '.join(names)} | share of the wrong |", "| --- |" + " --- |" * (len(names) + 1)]
-    for mode, weight in response_weights(responses).items():
-        wrong = weight[responses.sign < 0].sum() / weight.sum()
-        lines.append(f"| `{mode}` | {' | '.join(f'{w:.3f}' for w in weight)} | {wrong:.1%} |")
-    return "\n".join(lines) + "\n"
 
 
 def balance_metrics(
@@ -183,7 +38,7 @@ def balance_metrics(
     Args:
         length_B, group_B, sign_B, session_B: as in `aggregation.pool_mean_length`, from whole groups.
         advantage_B: advantage of each response; only its size is used. None: 1 for each response with a sign.
-        active_mode: one of `ALL_MODES`; its numbers appear again under `balance/active/`.
+        active_mode: one of `ALL_MODES`, or a mode of your own; its numbers appear again under `balance/active/`.
 
     Returns:
         `balance/<name>` -> value. A number that the batch does not define (a gap without mixed groups) is absent.
@@ -191,12 +46,12 @@ def balance_metrics(
     Raises:
         ValueError: as `pool_mean_length`; or an advantage_B of the wrong length.
     """
-    group = _codes("group_B", group_B)
-    session = None if session_B is None else _codes("session_B", session_B)
+    group = number("group_B", group_B)
+    session = None if session_B is None else number("session_B", session_B)
     row_mean_B = pool_mean_length(active_mode, length_B, group, sign_B, session).numpy()  # checks the arguments
     responses = fold(length_B, group, sign_B, advantage_B, session)
-    weights = response_weights(responses)
-    values = statistics({name: column.sum() for name, column in group_sums(responses, weights, active_mode).items()})
+    weights = response_weights(responses, dict.fromkeys((*ALL_MODES, active_mode)))
+    values = statistics_of(responses, weights, active_mode)
     filled = responses.length > 0
     for mode, weight_R in weights.items() if filled.any() else ():
         values[f"{mode}/weight_max"] = weight_R[filled].max()
@@ -210,7 +65,7 @@ def balance_metrics(
     rows = np.count_nonzero(row_length_B)
     weight_sum = (row_length_B[row_length_B > 0] / row_mean_B[row_length_B > 0]).sum()
     values["active/weight_residual"] = abs(weight_sum - rows) / max(rows, 1)
-    return {f"balance/{name}": float(value) for name, value in values.items() if np.isfinite(value)}
+    return {PREFIX + name: float(value) for name, value in values.items() if np.isfinite(value)}
 
 
 @dataclass(frozen=True)
@@ -232,10 +87,10 @@ def fold(length_B, group_B: torch.Tensor, sign_B, advantage_B=None, session_B: t
         raise ValueError(f"advantage_B: expected one entry per response, {len(length)}; got shape {list(size.shape)}")
     group = group_B.numpy()
     if session_B is not None:
-        # An empty row's advantage means nothing: rows with tokens first, and `unique` takes the first of each session.
+        # An empty row's advantage means nothing: rows with tokens first, and `unique` takes the first of each response.
         order = np.argsort(length == 0, kind="stable")
-        key = (group * (int(session_B.max()) + 1) + session_B.numpy())[order] if len(length) else group
-        _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+        response = response_of_row(group_B, session_B).numpy()[order]
+        _, first, inverse = np.unique(response, return_index=True, return_inverse=True)
         first = order[first]
         row_length = length[order]
         length = np.bincount(inverse, weights=row_length)
@@ -244,7 +99,7 @@ def fold(length_B, group_B: torch.Tensor, sign_B, advantage_B=None, session_B: t
     return Responses(length, group, sign, np.where(sign == 0, 0.0, size))
 
 
-def response_weights(responses: Responses) -> dict[str, np.ndarray]:
+def response_weights(responses: Responses, modes: Iterable[str] = ALL_MODES) -> dict[str, np.ndarray]:
     """w_i = T_i / ℓ̄_pool(i) [R] under each mode; 0 for an empty response, 1 on average over the others."""
     group, sign = torch.from_numpy(responses.group), torch.from_numpy(responses.sign)
     count_RS = torch.zeros(len(group), len(SIGNS), dtype=torch.float64)
@@ -257,11 +112,26 @@ def response_weights(responses: Responses) -> dict[str, np.ndarray]:
             out=np.zeros_like(responses.length),
             where=filled,
         )
-        for mode in ALL_MODES
+        for mode in modes
     }
 
 
-def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: str) -> dict[str, np.ndarray]:
+def statistics_of(responses: Responses, weights: Mapping[str, np.ndarray], reference: str) -> dict[str, np.ndarray]:
+    """The metrics of a batch under any weights: those of the modes, or of a rule that is not a mode.
+
+    Args:
+        responses: the batch, as `fold` returns it.
+        weights: the name of each rule and its weights [R]; `token-mean` must be among them, since a token's weight is
+            counted against it.
+        reference: the rule with which `<rule>/moved` compares.
+
+    Returns:
+        name -> value, without the prefix; nan where the batch does not define it.
+    """
+    return statistics({name: column.sum() for name, column in group_sums(responses, weights, reference).items()})
+
+
+def group_sums(responses: Responses, weights: Mapping[str, np.ndarray], reference: str) -> dict[str, np.ndarray]:
     """Columns over groups [G] whose sums over any set of groups determine `statistics` of that set.
 
     The weights stay those of the whole batch, so that groups can be resampled (a bootstrap over prompts).
@@ -320,8 +190,8 @@ def group_sums(responses: Responses, weights: dict[str, np.ndarray], reference: 
     return {name: column.astype(np.float64) for name, column in sums.items()}
 
 
-def statistics(sums: dict) -> dict[str, np.ndarray]:
-    """The metrics that are functions of sums over groups; each sum a number or an array (of resamples), nan if undefined."""
+def statistics(sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The metrics that are functions of `group_sums`; each sum a number or an array (of resamples), nan if undefined."""
     s = {name: np.asarray(value, dtype=np.float64) for name, value in sums.items()}
     with np.errstate(invalid="ignore", divide="ignore"):
         fair = s["negative_size"] / (s["negative_size"] + s["positive_size"])
@@ -341,7 +211,7 @@ def statistics(sums: dict) -> dict[str, np.ndarray]:
             "length_gap/ratio": s["negative_mean"] / s["positive_mean"],
             "length_variation": np.sqrt(s["squares"] / s["degrees"]),
         }
-        for mode in ALL_MODES:
+        for mode in (name.removesuffix("/moved") for name in s if name.endswith("/moved")):
             gradient = s[f"{mode}/positive"] + s[f"{mode}/negative"]
             negative = s[f"{mode}/negative"] / gradient
             long, short = (s[f"{mode}/{part}"] / s[f"token-mean/{part}"] for part in ("long", "short"))
@@ -362,7 +232,3 @@ def _without_variance(group: np.ndarray, advantage: np.ndarray, groups: int) -> 
     np.minimum.at(low, group[known], advantage[known])
     np.maximum.at(high, group[known], advantage[known])
     return high - low <= EQUAL_ADVANTAGES
-
-
-if __name__ == "__main__":  # the tables of docs/which-aggregation.md
-    print(example_markdown(), metrics_markdown(), sep="\n", end="")

@@ -1,4 +1,4 @@
-"""What verl logs under `balance/` at each update, whatever the mode: the numbers of `balance.METRICS`.
+"""What verl logs under `balance/` at each update, whatever the mode: the numbers of `definitions.METRICS`.
 
     once per update, from whole groups       `update_metrics`: weights, shares and lengths, from the rows of all ranks
     in each micro-batch, token by token      `record`: policy loss, clip fraction and entropy of each sign of the
@@ -14,7 +14,6 @@ Shape suffixes: B rows of the update on all ranks, S signs, T response tokens.
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,16 +21,14 @@ from typing import Any
 
 import torch
 
-from verl_ba.aggregation import ALL_MODES, SIGNS
-from verl_ba.loss_agg import _renumber
-from verl_ba.loss_agg import number as _codes
-
-PREFIX = "balance/"
-SIGN_NAMES = ("negative", "zero", "positive")
-"""The signs of an advantage, in the order of `aggregation.SIGNS`."""
+from verl_ba.aggregation import ALL_MODES
+from verl_ba.loss_agg import LOSS_AGG_REGISTRY, SIGNS, Update, number, response_of_row
+from verl_ba.metrics.definitions import PREFIX, SIGN_NAMES
+from verl_ba.metrics.weights import balance_metrics
+from verl_ba.say import say_once
 
 _SUM = PREFIX + "sum/"
-"""Of names between the loss and `add_metrics`: never logged."""
+"""The prefix of sums on their way from the loss to `add_metrics`: they are never logged."""
 
 _POLICY_LOSS_ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config")
 
@@ -46,19 +43,8 @@ def enabled() -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Update:
-    """The rows of one update on all ranks, in rank order, and which of them are this rank's."""
-
-    uid: list
-    session: list | None
-    count_BS: torch.Tensor  # `aggregation.count_by_sign` [tokens]
-    size_B: torch.Tensor  # mean of |advantage| over the row's valid tokens
-    local: slice
-
-
 def update_metrics(update: Update, mode: str) -> dict[str, float]:
-    """`balance.balance_metrics` of an update under the mode that runs.
+    """`balance_metrics` of an update under the mode that runs.
 
     Modes with a constant divisor (token-sum, seq-mean-token-sum, seq-mean-token-sum-norm) weigh every token alike, as
     token-mean does: `active` has token-mean's numbers there.
@@ -67,15 +53,13 @@ def update_metrics(update: Update, mode: str) -> dict[str, float]:
         ValueError: a response, or a session of several rows, has advantages of several signs: it would belong to
             several pools by parts, which the numbers of whole responses do not describe.
     """
-    from verl_ba.balance import balance_metrics
-
     length_B = update.count_BS.sum(1)
     sign_B = torch.where(length_B > 0, update.count_BS.argmax(1) - 1, 0)
-    group_B = _codes("uid", update.uid)
-    session_B = None if update.session is None else _codes("session_id", update.session)
+    group_B = number("uid", update.uid)
+    session_B = None if update.session is None else number("session_id", update.session)
     if bool(((update.count_BS > 0).sum(1) > 1).any()) or _several_signs(length_B, sign_B, group_B, session_B):
         raise ValueError("advantages change sign within a response")
-    active = mode if mode in ALL_MODES else "token-mean"
+    active = mode if mode in (*ALL_MODES, *LOSS_AGG_REGISTRY) else "token-mean"
     return balance_metrics(length_B, group_B, sign_B, update.size_B, session_B, active_mode=active)
 
 
@@ -83,7 +67,7 @@ def _several_signs(length_B, sign_B, group_B, session_B) -> bool:
     """Whether the rows of some session, empty ones left out, differ in sign."""
     if session_B is None or len(length_B) == 0:
         return False
-    row_of = _renumber(group_B * (int(session_B.max()) + 1) + session_B)
+    row_of = response_of_row(group_B, session_B)
     filled = torch.stack([(length_B > 0) & (sign_B == sign) for sign in SIGNS], dim=1).to(torch.int64)
     signs = torch.zeros(int(row_of.max()) + 1, len(SIGNS), dtype=torch.int64).index_add_(0, row_of, filled) > 0
     return bool((signs.sum(1) > 1).any())
@@ -94,12 +78,12 @@ def _several_signs(length_B, sign_B, group_B, session_B) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-_SUMS = ("pg_loss", "tokens", "clipped", "entropy", "entropy_tokens")
+SUMS = ("pg_loss", "tokens", "clipped", "entropy", "entropy_tokens")
 
 
 @dataclass
-class _Record:
-    """Sums over one micro-batch by the sign of each token's advantage: `_SUMS`, those that there are, each [S]."""
+class Record:
+    """Sums over one micro-batch by the sign of each token's advantage: `SUMS`, those that there are, each [S]."""
 
     entropy_expected: bool
     policy_loss: tuple[str, Mapping[str, Any]] | None = None  # that is running: its name and arguments
@@ -107,7 +91,10 @@ class _Record:
     sums: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     def see(self, loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregate: Callable[[torch.Tensor], Any]) -> None:
-        """A matrix that is being aggregated inside `ppo_loss`: in the policy loss its own, after it the entropy first."""
+        """Called for every matrix that agg_loss reduces inside `ppo_loss`.
+
+        The one inside the policy loss is the policy-gradient loss; the first one after it is the entropy.
+        """
         if self.policy_loss is not None:
             name, arguments = self.policy_loss
             if self.advantage_BT is not None:
@@ -119,7 +106,7 @@ class _Record:
             self.sums["pg_loss"] = [aggregate(torch.where(sign, loss_BT, 0.0)) for sign in signs]
             self.sums["tokens"] = [sign.sum() for sign in signs]
             if _clips_the_ratio(name, arguments["config"]):
-                clipped = _clipped(arguments)
+                clipped = clipped_tokens(arguments)
                 self.sums["clipped"] = [(sign & clipped).sum() for sign in signs]
         elif self.entropy_expected and self.advantage_BT is not None:
             self.entropy_expected = False
@@ -133,7 +120,7 @@ class _Record:
 
         `like` is verl's own `actor/pg_loss`: of its class, and reduced as it is.
         """
-        numbers = {name: [math.nan] * len(SIGN_NAMES) for name in _SUMS}
+        numbers = {name: [math.nan] * len(SIGN_NAMES) for name in SUMS}
         if self.sums:
             values = [value for sums in self.sums.values() for value in sums]
             dtype = torch.promote_types(values[0].dtype, torch.float32)
@@ -159,7 +146,7 @@ def _clips_the_ratio(name: str, config: Any) -> bool:
     return name == "vanilla"
 
 
-def _clipped(arguments: Mapping[str, Any]) -> torch.Tensor:
+def clipped_tokens(arguments: Mapping[str, Any]) -> torch.Tensor:
     """Where verl's default policy loss takes the clipped ratio: what its `actor/pg_clipfrac` counts, bool [B, T]."""
     config, advantage_BT = arguments["config"], arguments["advantages"]
     low, high = (
@@ -170,7 +157,7 @@ def _clipped(arguments: Mapping[str, Any]) -> torch.Tensor:
 
 
 _training: ContextVar[bool] = ContextVar("verl_ba_training", default=False)
-_record: ContextVar[_Record | None] = ContextVar("verl_ba_record", default=None)
+_record: ContextVar[Record | None] = ContextVar("verl_ba_record", default=None)
 
 
 @contextlib.contextmanager
@@ -188,8 +175,8 @@ def training() -> contextlib.AbstractContextManager:
 
 
 def record(entropy: bool) -> contextlib.AbstractContextManager:
-    """Around `ppo_loss`: a `_Record`, or None outside of an update. `entropy`: the model gave it, so it is aggregated."""
-    return _set(_record, _Record(entropy) if _training.get() else None)
+    """Around `ppo_loss`: a `Record`, or None outside of an update. `entropy`: the model gave it, so it is aggregated."""
+    return _set(_record, Record(entropy) if _training.get() else None)
 
 
 @contextlib.contextmanager
@@ -207,7 +194,7 @@ def policy_loss(name: str, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[N
 
 
 def see(loss_BT: torch.Tensor, mask_BT: torch.Tensor, aggregate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A matrix that `agg_loss` aggregates, by this function."""
+    """Record a loss matrix; `aggregate` is the reduction that `agg_loss` is about to apply to it."""
     current = _record.get()
     if current is None:
         return
@@ -240,28 +227,6 @@ def add_metrics(metrics: dict[str, Any], update: Update | None, mode: str) -> No
 def _total(values: Any) -> float:
     """Over the mini-batches of an update; nan where there is nothing."""
     return math.nan if values is None else math.fsum(getattr(values, "values", values))
-
-
-LENGTH_FIELD = "response_length"
-"""Of a line in verl's dump of rollouts: valid response tokens in the mask that training used [tokens]."""
-
-
-def lengths_in_queue(batch: Any) -> list[int]:
-    """Valid response tokens of each row of a batch in TransferQueue, in the order of its keys [tokens]."""
-    import transfer_queue as tq
-
-    fields: Any = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-    return [int(row.sum()) for row in fields["response_mask"].unbind()]
-
-
-_said: set[str] = set()
-
-
-def say_once(message: str) -> None:
-    """To stderr, once in this process."""
-    if message not in _said:
-        _said.add(message)
-        print(f"[verl_ba] {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,67 @@
+"""The update: whole groups are visible here, and only here, so the pool lengths are taken here.
+
+If this seam is lost, every update under our modes is an error, since `agg_loss` finds no column; and no `balance/…` metric
+of whole groups is logged.
+
+Where advantages change sign within a response (a critic, process rewards, discounting), the column has three numbers per
+row, one per sign.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import torch
+
+from verl_ba.hooks.attach import Seam
+from verl_ba.hooks.state import describe, verify
+from verl_ba.loss_agg import COLUMN, LOSS_AGG_REGISTRY, column, gather
+from verl_ba.metrics import record
+from verl_ba.say import say
+from verl_ba.support import MODE_KEY
+
+ROW_COLUMN = "verl carries per-response lengths or loss weights from the trainer to the loss (verl PR 7580 is near it)"
+
+
+def wrap_update_actor(original: Callable) -> Callable:
+    """Put the pool mean length of each row into the batch before verl's update, and add the metrics after it."""
+    from verl.single_controller.base.decorator import MAGIC_ATTR, register
+
+    @functools.wraps(original)
+    def update_actor(self, data):
+        mode = self.config.actor.loss_agg_mode
+        ours = mode in LOSS_AGG_REGISTRY
+        if not (ours or record.enabled()):
+            return original(self, data)
+        if ours and not getattr(self, "_verl_ba_announced", False):
+            verify()
+            say(f"rank {torch.distributed.get_rank()}: {MODE_KEY}={mode}; {describe()}")
+            self._verl_ba_announced = True
+        update = None
+        # Under verl's own modes only metrics need the update's rows.
+        with contextlib.nullcontext() if ours else record.guard("of whole groups"):
+            update = gather(data, self.actor.engine.get_data_parallel_group())
+        if ours and update is not None:
+            data[COLUMN] = column(mode, update)
+        with record.training():
+            output = original(self, data)
+        if output is not None and record.enabled():  # verl's output is None where a rank has no metrics
+            with record.guard("at all"):
+                record.add_metrics(output.get_non_tensor("metrics"), update, mode)
+        return output
+
+    # verl's bridge, which fetches a remote call's batch, is inside of `original`. In front of the wrapper stands another
+    # one, so that the batch is here already; the inner one then finds nothing to fetch.
+    return register(**getattr(original, MAGIC_ATTR))(update_actor)
+
+
+SEAMS = (
+    Seam(
+        "verl.workers.engine_workers",
+        "ActorRolloutRefWorker.update_actor",
+        ("self", "data"),
+        wrap_update_actor,
+        "the last place where a rank sees its whole share of an update: pool lengths are taken here",
+        ROW_COLUMN,
+    ),
+)
