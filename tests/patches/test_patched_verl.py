@@ -3,6 +3,7 @@
 VERL_BA_PATCHED and VERL_BA_PRISTINE name the two trees. In an unmodified verl nothing of this runs.
 """
 
+import importlib
 import json
 import os
 import re
@@ -71,7 +72,6 @@ def test_patched_and_hooked_verl_are_equal_to_the_bit(tmp_path):
 
 def loss_through_verl(rollouts, config):
     """verl's ppo_loss on these rows as one micro-batch, with the column taken by the patched function."""
-    from verl.trainer.ppo.loss_agg import compute_pool_mean_length
     from verl.workers.utils import losses
 
     from tests.support import verl_harness as harness
@@ -79,7 +79,8 @@ def loss_through_verl(rollouts, config):
     rows = len(rollouts)
     data = harness.to_tensordict(rollouts, list(range(rows)), "padded")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(rollouts.mask.sum()), global_batch_size=rows)
-    data.update(compute_pool_mean_length(config.loss_agg_mode, data))
+    loss_agg = importlib.import_module("verl.trainer.ppo.loss_agg")  # only a patched verl has it
+    data.update(loss_agg.compute_pool_mean_length(config.loss_agg_mode, data))
     return losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)[0]
 
 
@@ -236,7 +237,6 @@ def test_the_legacy_fsdp_actors_gradients_equal_the_literal_reference():
 
 @legacy
 def test_the_legacy_megatron_actor_refuses(monkeypatch):
-    import importlib
     from types import SimpleNamespace
 
     from tests.hooks import test_versions
@@ -254,19 +254,27 @@ def test_the_legacy_megatron_actor_refuses(monkeypatch):
         monkeypatch.delitem(sys.modules, stand_in)
 
 
-def test_the_drivers_config_validates_and_an_unknown_mode_is_named():
+def test_the_drivers_config_validates_and_what_cannot_work_is_named():
     import verl
     from verl.utils.config import validate_config
 
     from tests.support import verl_harness as harness
 
+    def validate(mode, *settings):
+        config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}", *settings)
+        validate_config(config, use_reference_policy=False, use_critic=False)
+
     assert Path(verl.__file__).is_relative_to(os.environ["VERL_BA_PATCHED"])
+    correction = "algorithm.rollout_correction."
+    rejection = (f"{correction}bypass_mode=true", f"{correction}rollout_rs=token_k1")
     for mode in MODES:
-        config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
-        validate_config(config, use_reference_policy=False, use_critic=False)
-    config.actor_rollout_ref.actor.loss_agg_mode = "balance"
+        validate(mode)
+        validate(mode, rejection[1])  # before the update: lengths come from the mask that is left
+        with pytest.raises(ValueError, match=f"{mode} takes lengths before rollout_rs in bypass_mode rejects tokens"):
+            validate(mode, *rejection)
+    validate("token-mean", *rejection)
     with pytest.raises(Exception, match=r"Invalid loss_agg_mode: balance\. Must be one of .*balanced"):
-        validate_config(config, use_reference_policy=False, use_critic=False)
+        validate("balance")
 
 
 def test_the_drivers_entropy_metric_is_token_mean_at_every_site():
