@@ -3,6 +3,7 @@
 VERL_BA_PATCHED and VERL_BA_PRISTINE name the two trees. In an unmodified verl nothing of this runs.
 """
 
+import importlib
 import json
 import os
 import re
@@ -11,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_ba import releases, support
 from verl_ba.aggregation import MODES
+from verl_ba.loss_agg import COLUMN
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -22,7 +25,7 @@ pytestmark = [
 ]
 
 
-def run(tree: str, *arguments: str, plugin: bool, **variables) -> subprocess.CompletedProcess:
+def run(tree: str, *arguments: str, plugin: bool = False, **variables) -> subprocess.CompletedProcess:
     """Python in a process of its own that imports verl from this tree, with or without the plugin."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
     environment |= {"PYTHONPATH": os.pathsep.join([tree, str(ROOT)]), "VERL_PLATFORM": "cpu"}
@@ -37,8 +40,6 @@ def run(tree: str, *arguments: str, plugin: bool, **variables) -> subprocess.Com
 
 def different(folder, other) -> list[str]:
     """What differs between the updates in two folders, to the bit."""
-    import torch
-
     found = []
     for path in sorted(folder.glob("*.pt")):
         ours, theirs = torch.load(path), torch.load(other / path.name)
@@ -71,7 +72,6 @@ def test_patched_and_hooked_verl_are_equal_to_the_bit(tmp_path):
 
 def loss_through_verl(rollouts, config):
     """verl's ppo_loss on these rows as one micro-batch, with the column taken by the patched function."""
-    from verl.trainer.ppo import core_algos
     from verl.workers.utils import losses
 
     from tests.support import verl_harness as harness
@@ -79,14 +79,13 @@ def loss_through_verl(rollouts, config):
     rows = len(rollouts)
     data = harness.to_tensordict(rollouts, list(range(rows)), "padded")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(rollouts.mask.sum()), global_batch_size=rows)
-    data.update(core_algos.compute_pool_mean_length(config.loss_agg_mode, data))
+    loss_agg = importlib.import_module("verl.trainer.ppo.loss_agg")  # only a patched verl has it
+    data.update(loss_agg.compute_pool_mean_length(config.loss_agg_mode, data))
     return losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)[0]
 
 
 @pytest.fixture
 def one_process(tmp_path):
-    import torch
-
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'store'}")
     yield
     torch.distributed.destroy_process_group()
@@ -114,18 +113,17 @@ def test_the_plugin_stands_aside():
         "hooks.verify()\n"
         "report = doctor.examine()\n"
         "print(json.dumps([hooks.is_installed(), releases.is_patched(), hooks.seams(), report.faults, report.seams,\n"
-        "                  hasattr(core_algos.agg_loss, hooks.attach.MARK), hasattr(core_algos.agg_loss, '__wrapped__')]))"
+        "                  hasattr(core_algos.agg_loss, '__wrapped__')]))"
     )
     said = run(os.environ["VERL_BA_PATCHED"], "-c", code, plugin=True).stdout.splitlines()[-1]
-    installed, patched, seams, faults, rows, marked, wrapped = json.loads(said)
-    assert (installed, patched, seams, faults, marked, wrapped) == (True, True, [], [], False, False)
+    installed, patched, seams, faults, rows, wrapped = json.loads(said)
+    assert (installed, patched, seams, faults, wrapped) == (True, True, [], [], False)
     assert "stands aside" in rows[0][2]
     code = "import verl\nfrom verl_ba import releases\nprint(releases.is_patched())"
     assert run(os.environ["VERL_BA_PRISTINE"], "-c", code, plugin=False).stdout.split()[-1] == "False"
 
 
 def test_every_policy_loss_has_the_verdict_of_support_py():
-    import torch
     from verl.trainer.ppo import core_algos
     from verl.workers.config import PolicyLossConfig
 
@@ -154,8 +152,74 @@ def test_a_policy_loss_that_ignores_the_mode_is_refused_at_its_first_call(monkey
         core_algos.POLICY_LOSS_REGISTRY, "own-mean", lambda old_log_prob, log_prob, **_: (log_prob.mean(), {})
     )
     config = harness.make_actor_config("balanced", policy_loss=PolicyLossConfig(loss_mode="own-mean"))
-    with pytest.raises(ValueError, match="policy loss own-mean ignores loss_agg_mode=balanced"):
+    with pytest.raises(
+        ValueError, match=r"policy loss 'own-mean' .* ignores .*loss_agg_mode=balanced: it never called"
+    ):
         loss_through_verl(harness.make_rollouts(0, 2, 4), config)
+
+
+def test_a_distillations_policy_loss_follows_the_mode_and_is_refused_if_it_does_not(monkeypatch):
+    losses = pytest.importorskip("verl.trainer.distillation.losses", reason="the release has no distillation")
+    from verl.trainer.ppo import core_algos
+    from verl.workers.config import DistillationConfig, DistillationLossConfig
+
+    from tests.support import verl_harness as harness
+
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    settings = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, policy_loss_mode="vanilla")
+    distillation = DistillationConfig(distillation_loss=settings)
+    per_token = torch.tensor([[2.0], [3.0]], dtype=torch.float64).expand(2, 3)
+    monkeypatch.setattr(losses, "get_distillation_loss_fn", lambda name: lambda **_: (per_token, {}))
+    monkeypatch.setattr(losses, "no_padding_2_padding", lambda log_probs, data: log_probs)
+    log_prob = torch.zeros(2, 3, dtype=torch.float64)
+    data = {
+        "response_mask": mask,
+        "old_log_probs": log_prob,
+        "pool_mean_length": torch.tensor([2.0, 3.0], dtype=torch.float64),
+        "dp_size": 1,
+        "batch_num_tokens": 4,
+        "global_batch_size": 2,
+    }
+
+    def loss():
+        config = harness.make_actor_config("balanced")
+        return losses.distillation_loss(config, distillation, {"log_probs": log_prob}, data)[0].item()
+
+    assert loss() == pytest.approx((2 / 2 + 3 * 3 / 3) / 2)
+    monkeypatch.setitem(
+        core_algos.POLICY_LOSS_REGISTRY, "vanilla", lambda old_log_prob, log_prob, **_: (log_prob.mean(), {})
+    )
+    with pytest.raises(ValueError, match=r"policy loss 'vanilla' .* ignores .*loss_agg_mode=balanced"):
+        loss()
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_every_rank():
+    code = "from tests.patches import test_patched_verl; test_patched_verl.bad_batch_on_the_last_rank()"
+    patched = os.environ["VERL_BA_PATCHED"]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", sys.executable)
+    said = run(patched, *launcher, "-c", code).stdout
+    for error in ("an aggregation over whole groups needs uid", "advantages: nan or inf at a valid token"):
+        assert re.findall(rf"rank (\d): \W?{error}", said) in (["0", "1"], ["1", "0"]), said
+
+
+def bad_batch_on_the_last_rank() -> None:
+    """In each of two processes: what verl's update says where the other rank's batch, or this one's, is bad."""
+    from tests.support import verl_harness as harness
+
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    rollouts, config = harness.make_rollouts(0, 2, 4), harness.make_actor_config("balanced")
+    for bad in ("uid", "advantages"):
+        data = harness.to_tensordict(rollouts, list(range(8))[rank::2], "padded")
+        if rank == 1 and bad == "uid":
+            data.pop("uid")
+        elif rank == 1:
+            data["advantages"] = torch.where(data["response_mask"].bool(), float("nan"), 0.0)
+        try:
+            harness.update(harness.make_worker(rollouts, config, 2, max_tokens=24), data, 8)
+        except (KeyError, ValueError) as error:
+            print(f"rank {rank}: {error}", flush=True)
+    torch.distributed.destroy_process_group()
 
 
 legacy = pytest.mark.skipif(not releases.current().legacy_workers, reason="the release has no legacy workers")
@@ -173,7 +237,6 @@ def test_the_legacy_fsdp_actors_gradients_equal_the_literal_reference():
 
 @legacy
 def test_the_legacy_megatron_actor_refuses(monkeypatch):
-    import importlib
     from types import SimpleNamespace
 
     from tests.hooks import test_versions
@@ -191,19 +254,27 @@ def test_the_legacy_megatron_actor_refuses(monkeypatch):
         monkeypatch.delitem(sys.modules, stand_in)
 
 
-def test_the_drivers_config_validates_and_an_unknown_mode_is_named():
+def test_the_drivers_config_validates_and_what_cannot_work_is_named():
     import verl
     from verl.utils.config import validate_config
 
     from tests.support import verl_harness as harness
 
+    def validate(mode, *settings):
+        config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}", *settings)
+        validate_config(config, use_reference_policy=False, use_critic=False)
+
     assert Path(verl.__file__).is_relative_to(os.environ["VERL_BA_PATCHED"])
+    correction = "algorithm.rollout_correction."
+    rejection = (f"{correction}bypass_mode=true", f"{correction}rollout_rs=token_k1")
     for mode in MODES:
-        config = harness.compose_trainer_config(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
-        validate_config(config, use_reference_policy=False, use_critic=False)
-    config.actor_rollout_ref.actor.loss_agg_mode = "balance"
+        validate(mode)
+        validate(mode, rejection[1])  # before the update: lengths come from the mask that is left
+        with pytest.raises(ValueError, match=f"{mode} takes lengths before rollout_rs in bypass_mode rejects tokens"):
+            validate(mode, *rejection)
+    validate("token-mean", *rejection)
     with pytest.raises(Exception, match=r"Invalid loss_agg_mode: balance\. Must be one of .*balanced"):
-        validate_config(config, use_reference_policy=False, use_critic=False)
+        validate("balance")
 
 
 def test_the_drivers_entropy_metric_is_token_mean_at_every_site():
@@ -228,7 +299,7 @@ def test_a_loss_without_the_column_names_it(one_process):
     rollouts, config = harness.make_rollouts(0, 2, 4), harness.make_actor_config("balanced")
     data = harness.to_tensordict(rollouts, list(range(8)), "padded")
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=9, global_batch_size=8)
-    with pytest.raises(KeyError, match=loss_agg.COLUMN):
+    with pytest.raises(KeyError, match=COLUMN):
         losses.ppo_loss(config, harness.model_output(rollouts.theta.flatten(), data), data)
     expected = harness.expected_loss(rollouts, "balanced", rollouts.theta, config, 8)
     assert loss_through_verl(rollouts, config).item() == pytest.approx(expected.item(), rel=1e-12)

@@ -37,13 +37,10 @@ def command(*arguments) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
-    """Only the files that the patches touch, and the version."""
-    names = [*patches.files_of(patches.series(RELEASE)), "verl/version/version"]
-    for name in names:
-        source = INSTALLED.parent / name
-        if source.exists() and name.startswith("verl/"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, tmp_path / name)
+    """Only the files that the patch changes, and the version."""
+    for name in [*patches.changed_files(RELEASE), "verl/version/version"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(INSTALLED.parent / name, tmp_path / name)
     return tmp_path
 
 
@@ -51,68 +48,70 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_patches_say_what_they_are_and_export_to_the_byte(tree):
-    assert patches.RELEASES == ["0.7.1", "0.8.0", "0.9.0", "0.9.1"]
+def test_the_patch_says_what_it_is_and_exports_to_the_byte(tree):
+    assert set(patches.RELEASES) == set(releases.BY_VERSION)
     assert patches.faults_of(RELEASE, tree) == []
 
 
-def test_a_header_that_lies_is_a_fault(tree, monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("patches")
-    shutil.copytree(patches.HERE / RELEASE, folder / RELEASE)
-    monkeypatch.setattr(patches, "HERE", folder)
-    monkeypatch.setattr(patches, "CHANGED_LINES", {RELEASE: 10})
-    path = folder / RELEASE / "0002-balanced.patch"
-    text = path.read_text().replace(patches.checksum(RELEASE), "sha256:0").replace("Drop-When:", "Drop:")
+def test_a_header_that_lies_is_a_fault(tree, monkeypatch, tmp_path):
+    path = tmp_path / f"verl-{RELEASE}.patch"
+    text = patches.patch_of(RELEASE).read_text()
+    text = text.replace(patches.checksum(RELEASE), "sha256:0").replace("Drop-When:", "Drop:")
     path.write_text(text.replace("index ", "index 0", 1))
+    monkeypatch.setattr(patches, "HERE", tmp_path)
+    monkeypatch.setitem(patches.CHANGED_LINES, RELEASE, 10)
     faults = "\n".join(patches.faults_of(RELEASE, tree))
-    assert "0002-balanced.patch: no Drop-When in the header" in faults
-    assert "Applies-To must name verl 0.9.1 and its wheel's sha256:" in faults
-    assert "0002-balanced.patch: an export of it differs" in faults
-    assert re.search(r"\d+ changed lines of source, at most 10", faults)
+    assert f"verl-{RELEASE}.patch: no Drop-When in the header" in faults
+    assert f"Applies-To must name verl {RELEASE} and its wheel's sha256:" in faults
+    assert f"verl-{RELEASE}.patch: an export of it differs" in faults
+    assert re.search(r"\d+ changed lines, at most 10", faults)
 
 
 @pytest.mark.parametrize("release", patches.RELEASES)
 def test_changed_lines_stay_within_the_limit_and_are_those_of_git(release, tmp_path):
-    sources = [patch for patch in patches.series(release) if patches.is_source(patch)]
-    assert len(sources) == 2
     counts = [0, 0]
-    for patch in sources:
-        for line in patches.git(tmp_path, "apply", "--numstat", str(patch)).stdout.splitlines():
-            added, removed, name = line.split("\t")
-            assert name.startswith("verl/")
-            counts = [counts[0] + int(added), counts[1] + int(removed)]
+    for line in patches.git(tmp_path, "apply", "--numstat", str(patches.patch_of(release))).stdout.splitlines():
+        added, removed, name = line.split("\t")
+        assert name.startswith("verl/")
+        counts = [counts[0] + int(added), counts[1] + int(removed)]
     assert tuple(counts) == patches.changed_lines(release)
-    assert sum(counts) <= (210 if release == "0.7.1" else 160)
+    assert sum(counts) <= patches.CHANGED_LINES[release]
 
 
 @pytest.mark.parametrize("release", patches.RELEASES)
-def test_added_lines_keep_verls_length_and_tests_and_docs_are_new_files(release):
-    for patch in patches.series(release):
-        added = re.findall(r"(?m)^\+(?!\+\+ b/)(.*)$", patches.body(patch))
-        assert max(len(line) for line in added) <= 120 or patch.name.endswith("-docs.patch")
-        if not patches.is_source(patch):
-            assert patches.body(patch).count("diff --git") == patches.body(patch).count("--- /dev/null")
+def test_added_lines_keep_verls_length_and_every_file_is_one_that_verl_has(release):
+    added = re.findall(r"(?m)^\+(?!\+\+ b/)(.*)$", patches.body(release))
+    assert max(len(line) for line in added) <= 120
+    assert "--- /dev/null" not in patches.body(release)  # new files are copied
+
+
+def test_the_file_in_a_patched_verl_is_the_plugins_byte_for_byte(tree):
+    assert command("apply", tree).returncode == 0
+    assert (tree / "verl/trainer/ppo/loss_agg.py").read_bytes() == (ROOT / "verl_ba/loss_agg.py").read_bytes()
+    assert not (tree / "verl/trainer/ppo/loss_agg.py").is_symlink()
 
 
 def test_applying_twice_says_so_and_changes_nothing(tree):
     result = command("apply", tree / "verl")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "verl 0.9.1: applied 0001-loss-agg-registry.patch, 0002-balanced.patch" in result.stdout
+    assert f"verl {RELEASE}: applied verl-{RELEASE}.patch, verl/trainer/ppo/loss_agg.py" in result.stdout
     before = content(tree)
     assert not (tree / "tests").exists()  # an installed package gets the source only
     result = command("apply", tree)
     assert result.returncode == 0
-    assert "has the patches already" in result.stdout
+    assert "has the patch already" in result.stdout
     assert content(tree) == before
 
 
-def test_a_checkout_gets_tests_and_docs_and_half_a_series_is_completed(tree):
-    patches.apply_series(tree, RELEASE, patches.series(RELEASE)[:1])
+def test_a_checkout_gets_tests_and_docs_and_what_is_missing_is_completed(tree):
+    assert patches.apply_to(tree, RELEASE, checkout=False) == [f"verl-{RELEASE}.patch", "verl/trainer/ppo/loss_agg.py"]
     (tree / "tests").mkdir()
     (tree / "docs").mkdir()
-    result = command("apply", tree)
-    assert "applied 0001-loss-agg-registry-tests.patch, 0002-balanced.patch" in result.stdout
-    assert (tree / "docs/algo/loss_agg.md").exists()
+    (tree / "verl/trainer/ppo/loss_agg.py").unlink()
+    new = "docs/algo/loss_agg.md, tests/trainer/ppo/test_loss_agg_on_cpu.py, verl/trainer/ppo/loss_agg.py"
+    assert f"verl {RELEASE}: applied {new}\n" in command("apply", tree).stdout
+    for name in new.split(", "):
+        assert (tree / name).read_bytes() == (patches.NEW / name).read_bytes()
 
 
 def test_a_hunk_that_does_not_fit_is_named_with_release_and_remedy_and_nothing_is_changed(tree):
@@ -122,12 +121,22 @@ def test_a_hunk_that_does_not_fit_is_named_with_release_and_remedy_and_nothing_i
     result = command("apply", tree / "verl")
     assert result.returncode == 1
     for said in (
-        "verl 0.9.1: 0001-loss-agg-registry.patch does not apply to verl/workers/config/actor.py, line ",
+        f"verl {RELEASE}: verl-{RELEASE}.patch does not apply to verl/workers/config/actor.py, line ",
         '-            raise ValueError(f"Invalid loss_agg_mode: {self.loss_agg_mode}")',  # the hunk
-        "pip install --force-reinstall --no-deps verl==0.9.1",
+        f"pip install --force-reinstall --no-deps verl=={RELEASE}",
         "Nothing was changed",
     ):
         assert said in result.stdout, result.stdout
+    assert content(tree) == before
+
+
+def test_another_file_in_the_place_of_loss_agg_is_refused_and_nothing_is_changed(tree):
+    (tree / "verl/trainer/ppo/loss_agg.py").write_text("# verl's own, one day\n")
+    before = content(tree)
+    result = command("apply", tree / "verl")
+    assert result.returncode == 1
+    assert "verl/trainer/ppo/loss_agg.py is there already, and differs from patches/new/" in result.stdout
+    assert "Nothing was changed" in result.stdout
     assert content(tree) == before
 
 
@@ -137,15 +146,28 @@ def test_another_release_and_another_folder_are_named(tree, tmp_path_factory):
     assert "expected verl's package directory" in command("apply", tmp_path_factory.mktemp("empty")).stdout
 
 
+def test_a_refresh_from_a_tree_takes_its_last_commit_without_the_new_files(tree, monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("patches")
+    shutil.copy(patches.patch_of(RELEASE), folder)
+    patches.git(tree, "init", "-q")
+    patches.commit(tree)
+    patches.apply_to(tree, RELEASE, checkout=True)
+    path = tree / "verl/workers/utils/losses.py"
+    path.write_text(path.read_text() + "# a line more\n")
+    patches.commit(tree)
+    before = patches.changed_lines(RELEASE)
+    monkeypatch.setattr(patches, "HERE", folder)
+    patches.refresh(tree=tree)
+    assert patches.changed_lines(RELEASE) == (before[0] + 1, before[1])
+    assert not set(patches.changed_files(RELEASE)) & set(patches.new_files())
+    assert patches.checksum(RELEASE) in patches.patch_of(RELEASE).read_text()
+
+
 def test_the_plugin_sees_a_patched_tree_and_hooks_nothing_in_it(tree, monkeypatch):
     spec = SimpleNamespace(origin=str(tree / "verl" / "__init__.py"))
     monkeypatch.setattr(releases.importlib.util, "find_spec", lambda name: spec)
-    everything = patches.series(RELEASE)
-    seams = hooks.seams()
-    assert seams
-    patches.apply_series(tree, RELEASE, everything[:1])
-    assert hooks.seams() == seams  # half of the series: agg_loss has another signature, which the seams report
-    patches.apply_series(tree, RELEASE, everything)
+    assert hooks.seams()
+    patches.apply_to(tree, RELEASE, checkout=False)
     assert releases.is_patched()
     assert hooks.seams() == []
     report = doctor.examine()
@@ -157,24 +179,33 @@ def test_the_readmes_table_is_the_scripts():
     assert "\n".join(patches.table_rows()) in (patches.HERE / "README.md").read_text()
 
 
+BROKEN = {
+    "twice the data-parallel factor": (
+        "verl/trainer/ppo/core_algos.py",
+        "pool_mean_length, global_batch_size, dp_size\n",
+        "pool_mean_length, global_batch_size, dp_size * dp_size\n",
+    ),
+    "the lengths of another mode": (
+        "verl/workers/engine_workers.py",
+        "compute_pool_mean_length(self.config.actor.loss_agg_mode, data, dp_group)",
+        'compute_pool_mean_length("group-mean-token-mean", data, dp_group)',
+    ),
+}
+"""Call sites that are wrong: the file, what stands there, and what is put there."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["", "balanced pools of the group", "twice the data-parallel factor"])
-def test_patched_and_hooked_verl_are_equal_to_the_bit_and_a_broken_patch_is_seen(tmp_path, monkeypatch, hooked, broken):
+@pytest.mark.parametrize("broken", ["", *BROKEN])
+def test_patched_and_hooked_verl_are_equal_to_the_bit_and_a_broken_patch_is_seen(tmp_path, hooked, broken):
     from tests.patches import test_patched_verl
 
     tree = copy_of_verl(tmp_path)
-    patches.apply_series(tree, RELEASE, [patch for patch in patches.series(RELEASE) if patches.is_source(patch)])
-    path = tree / "verl" / "trainer" / "ppo" / "core_algos.py"
-    old, new = {
-        "": ("", ""),
-        "balanced pools of the group": ("group[:, None] * 3 + torch.arange(3)", "group[:, None].expand_as(count)"),
-        "twice the data-parallel factor": (
-            "loss = (loss * weight).sum() / global_batch_size * dp_size",
-            "loss = (loss * weight).sum() / global_batch_size * dp_size * dp_size",
-        ),
-    }[broken]
-    assert path.read_text().count(old) == 1 or not broken
-    path.write_text(path.read_text().replace(old, new) if broken else path.read_text())
+    patches.apply_to(tree, RELEASE, checkout=False)
+    if broken:
+        name, old, new = BROKEN[broken]
+        path = tree / name
+        assert path.read_text().count(old) == 1
+        path.write_text(path.read_text().replace(old, new))
     patched = test_patched_verl.updates(tmp_path / "patched", str(tree), False, "20")
     assert bool(test_patched_verl.different(patched, hooked)) == bool(broken)
 

@@ -1,0 +1,1 @@
+../../../../../verl_ba/loss_agg.py
