@@ -15,7 +15,8 @@ from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from verl_ba.tools.analysis import charts, page
-from verl_ba.tools.analysis.page import Figure, Section, Table
+from verl_ba.tools.analysis.page import Figure, Section
+from verl_ba.tools.table import Table
 from verl_ba.tools.cli import app
 
 pytestmark = pytest.mark.slow
@@ -200,14 +201,14 @@ def undrawn(drawing):
 
 
 def test_overlapping_labels_are_seen():
-    with charts._axes() as (drawing, axes):
+    with charts.axes() as (drawing, axes):
         axes[0].text(0.5, 0.5, "one")
         axes[0].text(0.5, 0.5, "another")
     assert ("one", "another") in overlaps(drawing)
 
 
 def test_text_from_the_input_is_escaped():
-    with charts._axes() as (drawing, _):
+    with charts.axes() as (drawing, _):
         figure = Figure("f", drawing, 'alt "quoted" <b>')
     section = Section("<s>", ["<p & q>"], [figure], [Table(("a|b",), [("<i>",)])])
     text = page.html("<t>", "<u>", [section])
