@@ -328,13 +328,13 @@ def _compared() -> tuple[list[str], list[tuple[str, ...]]]:
     text = [
         f"The cells {' and '.join(cells)} again, with heads of 32, {settings.prompts} prompts an update and {settings.steps} "
         f"updates, in the loop and through `verl.trainer.main_ppo` on the CPU: {done[LOOP]} of {all_of[LOOP]} and "
-        f"{done[VERL]} of {all_of[VERL]} runs. Rewards and lengths are those of training, and differences are paired by seed. "
-        "The noise of sampling is not the same in verl."
+        f"{done[VERL]} of {all_of[VERL]} runs. Rewards and lengths are those of training, and differences are paired by "
+        "seed. The noise of sampling is not the same in verl."
     ]
     if lines:
         text.append(
-            f"The interval of verl less loop contains zero in {sum(same)} of {len(same)} rows; 95% are expected where the two "
-            f"are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard "
+            f"The interval of verl less loop contains zero in {sum(same)} of {len(same)} rows; 95% are expected where the "
+            f"two are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard "
             f"errors), {sum(signs)} ha{'s' if sum(signs) == 1 else 've'} the same sign in verl."
         )
     return text, lines

@@ -16,9 +16,9 @@ contains the response itself, and a long one shrinks its own weight the more, th
 a part that falls with m, and doubly balanced only what a small update's few responses of one sign leave in b.
 
 Where wrong responses are longer, rules that divide by a length of the sign weigh right responses' tokens more. Then the part
-that a response has in its own mean no longer cancels between right and wrong: seq-mean-token-mean pushes shorter most, doubly balanced a
-little (the relative push shows that b is not the cause). Under group-mean-token-mean the wrong responses dominate the group's mean, and it
-pushes a little longer.
+that a response has in its own mean no longer cancels between right and wrong: seq-mean-token-mean pushes shorter most, doubly
+balanced a little (the relative push shows that b is not the cause). Under group-mean-token-mean the wrong responses dominate
+the group's mean, and it pushes a little longer.
 
 What they do not show: whether a training run suffers from it. Clipping, several mini-batches, the optimiser, length limits
 and the reward's own view of length all come on top.

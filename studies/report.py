@@ -1,5 +1,5 @@
-"""The report: `python -m studies.report` writes studies/README.md (what was asked and found), studies/TABLES.md (every number)
-and studies/figures, from the committed numbers alone.
+"""`python -m studies.report` writes studies/README.md (what was asked and found), studies/TABLES.md (every number) and
+studies/figures, from the committed numbers alone.
 
 A sentence that judges is chosen by the interval it stands beside (`studies.miniature.outcome`): held, failed or undecided.
 A part without numbers says that it was not run. Nothing here draws or trains.
@@ -504,13 +504,13 @@ whole update says. Does it train better? And how large are the biases of all the
 
 ## How
 
-- **A null model** ([null_length_bias.py](null_length_bias.py)): lengths are drawn without a look at correctness, and each rule's
-  expected push on length is computed. Any push is a bias.
-- **A map** ([scale.py](scale.py)): how large push, tilt (gradient weight that lengths move to the negatives) and starving (less
-  weight for the tokens of long responses) are beside the gradient's noise, by group size, accuracy, length gap and variation.
-  `python -m studies.scale --from analyze.json` places a run of yours in it.
-- **Training in miniature** ([miniature](miniature)): a character model of some 45,000 parameters, verl's own GRPO advantage and
-  clipped policy loss, three made-up tasks. A screening of all rules chose what a confirmation then tested on new cells and
+- **A null model** ([null_length_bias.py](null_length_bias.py)): lengths are drawn without a look at correctness, and the
+  expected push of each rule on length is computed. Any push is a bias.
+- **A map** ([scale.py](scale.py)): the size of three biases beside the gradient's noise, by group size, accuracy, length gap
+  and variation. They are the push; the tilt, which is gradient weight that lengths move to the negatives; and starving, which
+  is less weight for the tokens of long responses. `python -m studies.scale --from analyze.json` places a run of yours in it.
+- **Training in miniature** ([miniature](miniature)): a character model of some 45,000 parameters, verl's own GRPO advantage
+  and clipped policy loss, three made-up tasks. A screening of all rules chose what a confirmation then tested on new cells and
   seeds, under a [protocol](miniature/protocol.md) that was committed before its first run.
 - **The same in verl's trainer** ([in_verl.py](in_verl.py)): the model as a Hugging Face checkpoint, trained by
   `verl.trainer.main_ppo` on the CPU.
@@ -520,15 +520,15 @@ LENGTHS = """
 ## Length bias where lengths say nothing
 
 `balanced` pushes towards shorter responses where few of a group are right, and towards longer ones where few are wrong.
-`group-mean-token-mean` and `seq-mean-token-mean` push nowhere, and partial pooling keeps a part of the push that falls with its
-strength. Larger groups help, more prompts in the update do not.
+`group-mean-token-mean` and `seq-mean-token-mean` push nowhere, and partial pooling keeps a part of the push, which falls with
+its strength. Larger groups make the push smaller; more prompts in the update do not.
 """.strip()
 
 MAP = """
 ## Where it matters
 
-The bias of `balanced` stands out of its noise within a few updates where accuracy is far from one half and groups are small.
-With a length gap the token modes tilt the gradient to the longer sign from the first update on; `seq-mean-token-mean` pushes
+In updates of 64 prompts the push of `balanced` stands out of its noise within five updates, unless the mean accuracy is near
+one half. With a length gap the token modes tilt the gradient to the longer sign from the first update on; `seq-mean-token-mean` pushes
 towards shorter responses most, and starves long ones.
 """.strip()
 
