@@ -68,7 +68,9 @@ def as_opt(model: Model) -> Any:
     if model.head.bias is not None:
         raise ValueError("expected an output layer without bias (head_bias=False); OPT has no place for one")
     shape, positions = model.shape, model.position.weight
+    settings: dict[str, Any] = {"num_key_value_heads": shape.heads}  # OPT has no such setting; verl asks for it
     config = OPTConfig(
+        **settings,
         vocab_size=len(CHARACTERS),
         max_position_embeddings=len(positions),
         hidden_size=shape.width,
@@ -76,7 +78,6 @@ def as_opt(model: Model) -> Any:
         ffn_dim=4 * shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,  # OPT has no such setting; verl asks for it
         activation_function="relu",
         dropout=0.0,
         tie_word_embeddings=False,
@@ -84,13 +85,14 @@ def as_opt(model: Model) -> Any:
         eos_token_id=END,
         pad_token_id=CHARACTERS.index(PAD_CHARACTER),
     )
+    blocks: list[Any] = list(model.blocks)
     modules = {"final_layer_norm": model.norm}
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(blocks):
         names = ("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", "fc1", "fc2")
         parts = (block.norms[0], block.norms[1], block.out, block.up, block.down)
         modules |= {f"layers.{i}.{name}": part for name, part in zip(names, parts, strict=True)}
     weights = {f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()}
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(blocks):
         for kind, value in block.qkv.named_parameters():
             for name, part in zip("qkv", value.chunk(3), strict=True):
                 weights[f"layers.{i}.self_attn.{name}_proj.{kind}"] = part

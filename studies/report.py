@@ -510,8 +510,8 @@ whole update says. Does it train better? And how large are the biases of all the
   and variation. They are the push; the tilt, which is gradient weight that lengths move to the negatives; and starving, which
   is less weight for the tokens of long responses. `python -m studies.scale --from analyze.json` places a run of yours in it.
 - **Training in miniature** ([miniature](miniature)): a character model of some 45,000 parameters, verl's own GRPO advantage
-  and clipped policy loss, three made-up tasks. A screening of all rules chose what a confirmation then tested on new cells and
-  seeds, under a [protocol](miniature/protocol.md) that was committed before its first run.
+  and clipped policy loss, three made-up tasks. A screening of all rules chose what a confirmation then tested on new cells
+  and seeds, under a [protocol](miniature/protocol.md) that was committed before its first run.
 - **The same in verl's trainer** ([in_verl.py](in_verl.py)): the model as a Hugging Face checkpoint, trained by
   `verl.trainer.main_ppo` on the CPU.
 """.strip()
@@ -528,8 +528,8 @@ MAP = """
 ## Where it matters
 
 In updates of 64 prompts the push of `balanced` stands out of its noise within five updates, unless the mean accuracy is near
-one half. With a length gap the token modes tilt the gradient to the longer sign from the first update on; `seq-mean-token-mean` pushes
-towards shorter responses most, and starves long ones.
+one half. Where wrong responses are longer than right ones, the token modes tilt the gradient to them from the first update
+on; `seq-mean-token-mean` pushes towards shorter responses most, and gives tokens of long responses the least weight.
 """.strip()
 
 TRADE = """

@@ -22,6 +22,7 @@ the reward itself says.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
@@ -225,12 +226,13 @@ def fit_accuracy(mixed: float, right: float, size: int) -> tuple[float, float]:
     """Mean and a + b of the Beta distribution of accuracies with this share of mixed groups of `size` responses, and this
     mean share of right responses in them; the nearest on a grid that is refined four times."""
     logit, scale = (-7.0, 7.0), (-3.0, 9.0)
+    found = (math.nan, math.nan)
     for _ in range(5):
         x, y = (torch.linspace(*bounds, 61, dtype=torch.float64) for bounds in (logit, scale))
         mean, total = torch.sigmoid(x)[:, None], torch.exp(y)[None]
         a, b = mean * total, (1 - mean) * total
 
-        def chance(hits: int, misses: int, a=a, b=b) -> torch.Tensor:
+        def chance(hits: int, misses: int, a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
             """Of a group with `hits` right and `misses` wrong responses, one of the two 0."""
             after, before = ((p + q).lgamma() for p, q in ((a, b), (a + hits, b + misses)))
             return torch.exp((a + hits).lgamma() + (b + misses).lgamma() - before + after - a.lgamma() - b.lgamma())
@@ -240,7 +242,8 @@ def fit_accuracy(mixed: float, right: float, size: int) -> tuple[float, float]:
         distance = (share_mixed - mixed) ** 2 + ((mean - all_right) / share_mixed.clamp(min=1e-9) - right) ** 2
         i, j = divmod(int(distance.argmin()), 61)
         logit, scale = ((float(axis[max(at - 2, 0)]), float(axis[min(at + 2, 60)])) for axis, at in ((x, i), (y, j)))
-    return float(torch.sigmoid(x[i])), float(torch.exp(y[j]))
+        found = float(torch.sigmoid(x[i])), float(torch.exp(y[j]))
+    return found
 
 
 def place(run: Run, updates: int = 400, seed: int = 0, step: Callable[[], object] = lambda: None) -> Effects:
@@ -502,6 +505,8 @@ def main(
     except NotAReport as error:
         typer.echo(f"✗ {error}", err=True)
         raise typer.Exit(1) from error
+    found: Effects = {}
+    maps: dict[str, Any] = {}
     with Progress() as progress:
         task = progress.add_task("updates", total=(1 if report else CELLS) * updates)
 

@@ -40,10 +40,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 def cells(table: dict[str, dict]) -> dict[str, Cell]:
     """The [cells.<name>] tables of a file."""
     tuples = ("steps", "fillers")
-    return {
-        name: Cell(name=name, **{k: tuple(v) if k in tuples else v for k, v in fields.items()})
-        for name, fields in table.items()
-    }
+
+    def cell(name: str, fields: dict[str, Any]) -> Cell:
+        typed: dict[str, Any] = {k: tuple(v) if k in tuples else v for k, v in fields.items()}
+        return Cell(name=name, **typed)
+
+    return {name: cell(name, fields) for name, fields in table.items()}
 
 
 def plan(stage: str) -> list[Job]:

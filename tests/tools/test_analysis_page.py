@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from verl_ba.tools.analysis import charts, page
 from verl_ba.tools.analysis.page import Figure, Section
-from verl_ba.tools.table import Table
 from verl_ba.tools.cli import app
+from verl_ba.tools.table import Table
 
 pytestmark = pytest.mark.slow
 
