@@ -232,12 +232,12 @@ def fit_accuracy(mixed: float, right: float, size: int) -> tuple[float, float]:
         mean, total = torch.sigmoid(x)[:, None], torch.exp(y)[None]
         a, b = mean * total, (1 - mean) * total
 
-        def chance(hits: int, misses: int, a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+        def chance(hits: int, misses: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             """Of a group with `hits` right and `misses` wrong responses, one of the two 0."""
             after, before = ((p + q).lgamma() for p, q in ((a, b), (a + hits, b + misses)))
             return torch.exp((a + hits).lgamma() + (b + misses).lgamma() - before + after - a.lgamma() - b.lgamma())
 
-        all_right, all_wrong = chance(size, 0), chance(0, size)
+        all_right, all_wrong = chance(size, 0, a, b), chance(0, size, a, b)
         share_mixed = 1 - all_right - all_wrong
         distance = (share_mixed - mixed) ** 2 + ((mean - all_right) / share_mixed.clamp(min=1e-9) - right) ** 2
         i, j = divmod(int(distance.argmin()), 61)

@@ -156,6 +156,7 @@ def test_the_table_counts_signs_and_agreements(tmp_path, monkeypatch):
         found = re.search(
             r"contains zero in (\d+) of (\d+) rows.* Of the (\d+) differences .*, (\d+) ha(?:ve|s) the same sign", text
         )
+        assert found, text
         counts.append([int(n) for n in found.groups()])
     assert [c[2:] for c in counts] == [[clear, clear], [clear, 0]]
     assert counts[0][0] >= 0.8 * counts[0][1]

@@ -149,6 +149,7 @@ def test_a_rules_loss_and_gradient_are_those_of_its_mode(small_model, rule, mode
     loss = train.policy_loss(small_model, update, rows, mean_length, len(rows), config)
 
     twin = own_loss(small_model, update, rows, mode)
+    assert isinstance(twin, torch.Tensor)
     torch.testing.assert_close(loss, twin, rtol=1e-10, atol=1e-12)
     for gradient, expected in zip(mine, torch.autograd.grad(twin, list(small_model.parameters())), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)

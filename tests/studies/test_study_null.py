@@ -47,7 +47,7 @@ def naive_push(size: int, k: int) -> float:
             own = [length[j] for j in range(size) if reward[j] == reward[i]]
             advantage = (reward[i] - k / size) / std
             total += chance * advantage * (long[i] - P_LONG) / np.mean(own) / size
-    return total * (LONG * P_LONG + SHORT * (1 - P_LONG))
+    return float(total * (LONG * P_LONG + SHORT * (1 - P_LONG)))
 
 
 def test_the_enumeration_is_the_sum_over_every_outcome():
