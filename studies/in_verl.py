@@ -91,7 +91,9 @@ def as_opt(model: Model) -> Any:
         names = ("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", "fc1", "fc2")
         parts = (block.norms[0], block.norms[1], block.out, block.up, block.down)
         modules |= {f"layers.{i}.{name}": part for name, part in zip(names, parts, strict=True)}
-    weights = {f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()}
+    weights: dict[str, torch.Tensor] = {
+        f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()
+    }
     for i, block in enumerate(blocks):
         for kind, value in block.qkv.named_parameters():
             for name, part in zip("qkv", value.chunk(3), strict=True):

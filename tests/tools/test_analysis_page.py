@@ -70,7 +70,7 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """A page of `analyze` and one of `compare`."""
-    from test_analysis_rollouts import synthetic
+    from tests.tools.test_analysis_rollouts import synthetic
     from test_compare import VALIDATION, file_log
 
     folder = tmp_path_factory.mktemp("pages")
