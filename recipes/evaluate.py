@@ -6,7 +6,6 @@ turns the dumped responses into a table with standard errors.
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -20,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.plan import compose
+from recipes.runs import Run, RunFailed, launch
 
-HERE = Path(__file__).resolve().parent
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
@@ -117,10 +116,13 @@ def merged(checkpoint: Path) -> Path:
 
 def recipe_of(checkpoint: Path) -> tuple[str, list[str]]:
     """Recipe and overrides of the run that wrote this checkpoint, from its manifest."""
-    manifest = checkpoint.parent.parent / "manifest.json"
-    if not manifest.is_file():
-        raise BadCheckpoint(f"{manifest}: not there, so the recipe is not known. Name it: --recipe qwen3_1.7b_dapo17k")
-    start = json.loads(manifest.read_text())["starts"][-1]
+    run = Run(checkpoint.parent.parent)
+    try:
+        start = run.manifest["starts"][-1]
+    except FileNotFoundError:
+        raise BadCheckpoint(
+            f"{run.folder}/manifest.json: not there, so the recipe is not known. Name it: --recipe qwen3_1.7b_dapo17k"
+        ) from None
     return start["recipe"], start["overrides"]
 
 
@@ -140,9 +142,7 @@ def evaluate(checkpoint: Path, recipe: str | None, overrides: list[str], out: Pa
         for path in config.data.val_files
     }
     arm = next(value for key, _, value in (o.partition("=") for o in before) if key == "arm")
-    arguments = [recipe, arm, *(o for o in before if not o.startswith("arm=")), *added]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    subprocess.run(["bash", str(HERE / "launch.sh"), *arguments], env=environment, check=True)
+    launch(recipe, arm, [*(o for o in before if not o.startswith("arm=")), *added])
     scores = read_scores(newest(out / "responses"), questions, responses)
     results = {name: result(values) for name, values in scores.items()}
     sampling = config.actor_rollout_ref.rollout.val_kwargs
@@ -191,6 +191,9 @@ def main(
     except (BadCheckpoint, FileNotFoundError, Incomplete) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
+    except RunFailed as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
     except subprocess.CalledProcessError as error:
         console.print(f"error: exit status {error.returncode} of {error.cmd[0]} (see above)", style="red", markup=False)
         raise typer.Exit(1) from None

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The one launcher: bash recipes/launch.sh RECIPE ARM [options] [Hydra overrides…]
 #   RECIPE          a config in recipes/config: demo, qwen3_1.7b_dapo17k, …
-#   ARM             balanced | token | sequence | verl-token (recipes/config/arm); two arms differ in this key alone
+#   ARM             a loss_agg_mode or its short name (recipes/config/arm); two arms differ in this key alone: balanced |
+#                   group-mean-token-mean or token | seq-mean-token-mean or sequence | token-mean or verl-token
 #   --dry-run       show what would run, with a memory estimate; run nothing
 #   --cluster NAME  a file of recipes/config/cluster: 1x8x80gb (default), 2x8x80gb, 4x8x80gb, 1x4x80gb, 1x1x141gb, cpu
 #   --via HOW       here (default): this machine, or the Ray that RAY_ADDRESS names | slurm: sbatch | ray: ray job submit
@@ -22,9 +23,14 @@ if [[ $# -lt 2 ]]; then
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 2
 fi
-recipe=$1 arm=$2 via=here dry_run=() overrides=("arm=$2")
+recipe=$1 arm=$2 via=here dry_run=()
+if [[ ! -f $config/arm/$arm.yaml ]]; then # a mode: the arm that has it
+    file=$(grep -lxF -- "    loss_agg_mode: $arm" "$config"/arm/*.yaml) || file=$arm
+    arm=$(basename "$file" .yaml)
+fi
+overrides=("arm=$arm")
 [[ -f $config/$recipe.yaml ]] || fail "no recipe $recipe. Recipes: $(list "$config")"
-[[ -f $config/arm/$arm.yaml ]] || fail "no arm $arm. Arms: $(list "$config/arm")"
+[[ -f $config/arm/$arm.yaml ]] || fail "no arm $arm. Arms: $(list "$config/arm"), or their loss_agg_mode"
 shift 2
 while [[ $# -gt 0 ]]; do
     case $1 in

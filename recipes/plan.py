@@ -6,6 +6,7 @@ what people read goes to stderr.
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes import manifest
+from verl_ba.tools.analysis.modes import short
 
 CONFIG = Path(__file__).resolve().parent / "config"
 GB = 1e9
@@ -26,10 +28,14 @@ class BadRun(ValueError):
     """A config that would fail, or train something else than it says."""
 
 
-def compose(recipe: str, overrides: list[str]) -> DictConfig:
-    """The config that `verl.trainer.main_ppo` would get, from verl's own `ppo_trainer` and the files in `config`."""
+def compose(recipe: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The config that `verl.trainer.main_ppo` would get, from verl's own `ppo_trainer` and the files in `config`.
+
+    An override `arm=` may name the mode, as launch.sh's ARM may.
+    """
     from hydra import compose, initialize_config_dir
 
+    overrides = [f"arm={short(text[4:])}" if text.startswith("arm=") else text for text in overrides]
     with initialize_config_dir(str(CONFIG), version_base=None):
         return compose(recipe, overrides=["hydra.searchpath=[pkg://verl.trainer.config]", *overrides])
 

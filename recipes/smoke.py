@@ -5,8 +5,6 @@ Then one run is resumed from its checkpoint, and the checkpoint is evaluated.
 """
 
 import json
-import math
-import os
 import shutil
 import subprocess
 import sys
@@ -21,13 +19,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
+from recipes.runs import HERE, Run, RunFailed, call, launch, run_folder
+from verl_ba.tools.analysis.modes import ARM_MODES as ARMS
+from verl_ba.tools.analysis.modes import in_full
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 RECIPES = ("qwen2.5_math_7b_dapo17k", "qwen2.5_math_7b_polaris", "qwen3_1.7b_dapo17k", "qwen3_1.7b_polaris")
 BENCHMARKS = ("math500", "aime24", "aime25", "olympiadbench", "minerva", "livecodebench")
 SMALL_AIME = {"aime24": 3, "aime25": 3}
+ATTACHED = ("balanced", "group-mean-token-mean")
+"""Modes of this package; verl has the others itself."""
+TIMEOUT = 900  # seconds of a run
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
@@ -80,7 +81,7 @@ class Outcome:
     name: str
     seconds: float
     faults: list[str]
-    steps: list[dict]
+    steps: list[dict[str, float]]
 
     @property
     def row(self) -> list[str]:
@@ -100,57 +101,48 @@ class Outcome:
         ]
 
 
-def launch(script: list[str], results: Path, log: Path) -> int:
-    """Run a shell recipe with the small models and data; its exit status. What it says goes to `log`."""
-    environment = {
-        **os.environ,
-        "RESULTS_DIR": str(results),
-        "DATA_DIR": str(results / "data"),
-        "MODEL_DIR": str(results / "models"),
-        "PYTHON": sys.executable,
-    }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        return subprocess.run(
-            ["bash", *script], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=900
-        ).returncode
-
-
-def run_folder(recipe: str, arm: str, results: Path) -> Path:
-    """Where a recipe's run goes: RESULTS_DIR/MODEL-DATASET/ARM-seedN."""
-    model, _, dataset = recipe.rpartition("_")
-    return results / f"{model.replace('_', '-')}-{dataset}" / f"{arm}-seed1"
+def environment(results: Path) -> dict[str, str]:
+    """Of a recipe's script: where the small models and data are."""
+    return {"DATA_DIR": str(results / "data"), "MODEL_DIR": str(results / "models")}
 
 
 def train(recipe: str, arm: str, results: Path, steps: int, *overrides: str) -> Outcome:
     """Run one combination, and look whether it did what it says."""
     start = time.monotonic()
     log = results / "logs" / f"{recipe}-{arm}.log"
-    status = launch([str(HERE / f"{recipe}.sh"), arm, "--cluster", "smoke", *overrides], results, log)
-    run = run_folder(recipe, arm, results)
-    files = sorted((run / "metrics").glob("*.jsonl"), key=lambda path: int(path.stem))
-    lines = [json.loads(line)["data"] for file in files for line in file.read_text().splitlines()]
-    done = [line for line in lines if "actor/pg_loss" in line]
-    return Outcome(f"{recipe} {arm}", time.monotonic() - start, faults(status, log, run, arm, lines, done, steps), done)
+    steps_done, found = [], []
+    try:
+        run = launch(
+            recipe,
+            arm,
+            ["cluster=smoke", *overrides],
+            results=results,
+            log=log,
+            environment=environment(results),
+            timeout=TIMEOUT,
+        )
+        steps_done = run.steps()
+        found = faults(run, arm, steps)
+    except RunFailed:
+        errors = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line][-1:]
+        found = [f"failed, see {log}: {' '.join(errors)[:200]}"]
+    return Outcome(f"{recipe} {arm}", time.monotonic() - start, found, steps_done)
 
 
-def faults(status: int, log: Path, run: Path, arm: str, lines: list[dict], done: list[dict], steps: int) -> list[str]:
+def faults(run: Run, arm: str, steps: int) -> list[str]:
     """What a run that ended did not do."""
-    if status:
-        tail = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line][-1:]
-        return [f"exit status {status}, see {log}: {' '.join(tail)[:200]}"]
-    found = []
+    done, found = run.steps(), []
     if len(done) != steps:
         found.append(f"{len(done)} of {steps} steps")
-    if not all(math.isfinite(s["actor/pg_loss"]) and 0 < s["actor/grad_norm"] < math.inf for s in done):
+    if not all("actor/pg_loss" in s and s.get("actor/grad_norm", 0) > 0 for s in done):  # only finite numbers are read
         found.append("a loss or gradient that is 0 or not finite")
-    logged = {key for line in lines for key in line}
+    logged = {key for step in run.logged().values() for key in step}
     found += [f"no validation of {b}" for b in BENCHMARKS if not any(k.startswith(f"val-core/{b}/") for k in logged)]
-    config = json.loads((run / "manifest.json").read_text())["starts"][-1]["config"]
-    if config["actor_rollout_ref"]["actor"]["loss_agg_mode"] != ARMS[arm]:
+    config = run.manifest["starts"][-1]["config"]
+    if config["actor_rollout_ref"]["actor"]["loss_agg_mode"] != in_full(arm):
         found.append("another mode in the manifest")
-    attached = f"loss_agg_mode={ARMS[arm]}; verl_ba" in log.read_text(errors="replace")
-    if attached != (arm in ("balanced", "token")):
+    attached = f"loss_agg_mode={in_full(arm)}; verl_ba" in run.output
+    if attached != (in_full(arm) in ATTACHED):
         found.append("the workers' line on what is attached is missing or too much")
     return found
 
@@ -163,9 +155,10 @@ def resume(recipe: str, arm: str, results: Path) -> Outcome:
     log = (results / "logs" / f"{recipe}-{arm}.log").read_text(errors="replace")
     if "global_step_2" not in log:
         outcome.faults.append("did not load global_step_2")
-    if f"{run_folder(recipe, arm, results)}: config.trainer.total_training_steps was 2, is 3" not in log:
+    folder = run_folder(recipe, arm, [], results)
+    if f"{folder}: config.trainer.total_training_steps was 2, is 3" not in log:
         outcome.faults.append("did not say what changed since the first start")
-    if not list((run_folder(recipe, arm, results) / "metrics" / "2-tensorboard").glob("events.*")):
+    if not list((folder / "metrics" / "2-tensorboard").glob("events.*")):
         outcome.faults.append("wrote no tensorboard events")
     return outcome
 
@@ -173,13 +166,14 @@ def resume(recipe: str, arm: str, results: Path) -> Outcome:
 def evaluate(recipe: str, arm: str, results: Path) -> Outcome:
     """The table from the checkpoint that the run wrote."""
     start = time.monotonic()
-    folder, log = run_folder(recipe, arm, results), results / "logs" / "evaluate.log"
+    folder, log = run_folder(recipe, arm, [], results), results / "logs" / "evaluate.log"
     checkpoint = folder / "checkpoints" / "global_step_2"
     small = [f"evaluation.responses.{name}={count}" for name, count in SMALL_AIME.items()]
-    status = launch([str(HERE / "evaluate.sh"), str(checkpoint), *small], results, log)
+    script = [str(HERE / "evaluate.sh"), str(checkpoint), *small]
+    status = call(script, log, environment(results) | {"RESULTS_DIR": str(results)}, TIMEOUT)
     report = folder / "evaluation" / "global_step_2" / "evaluation.json"
-    found = [f"exit status {status}, see {log}"] if status else []
-    if not status:
+    found = [f"exit status {status}, see {log}"] if status != 0 else []
+    if status == 0:
         benchmarks = json.loads(report.read_text())["benchmarks"]
         if {name: b["responses"] for name, b in benchmarks.items()} != dict.fromkeys(BENCHMARKS, 4) | SMALL_AIME:
             found.append(f"other benchmarks or counts than asked for: {report}")

@@ -10,13 +10,10 @@ negatives' weight, run by run, and the differences between rules.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,22 +22,23 @@ import torch
 import typer
 from rich.console import Console
 
+from recipes.runs import Run, launch
+from studies.jobs import LOOP, VERL, Job, Row, StudyError, finished, processes, read_rows, run_jobs
 from studies.miniature import runner, train
 from studies.miniature.model import CHARACTERS, END, Model, Shape
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell
 from studies.rules import RULES
 from verl_ba.tools.analysis.estimate import Estimate
-from verl_ba.tools.analysis.page import Table
+from verl_ba.tools.analysis.modes import in_full
+from verl_ba.tools.table import Table
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 NAME = "in_verl"
 RESULTS = HERE / "results" / f"{NAME}.jsonl"
 SPECIFICATION = HERE / "miniature" / "in_verl.toml"
 PAD_CHARACTER = "J"  # the label of a tenth step, which no task here has
 console = Console(stderr=True)
 
-Row = dict[str, Any]
 MEASURES = {
     "reward": "critic/score/mean",
     "length_+": "balance/length/positive",
@@ -54,25 +52,10 @@ def specification() -> tuple[dict[str, Any], dict[str, Cell], train.Settings]:
     """The file's [study] table, its cells (of the confirmation's), and the settings of both kinds of run."""
     table = runner.read_toml(SPECIFICATION)["study"]
     known = runner.cells(runner.read_toml(runner.PROTOCOL)["cells"])
-    shape = Shape(**table["shape"])
+    table["rules"] = [in_full(rule) for rule in table["rules"]]
+    shape = Shape(**table["shape"], head_bias=False)  # OPT's output layer has none
     settings = replace(train.Settings(), **table["settings"], evaluations=11, evaluation_prompts=16, shape=shape)
     return table, {name: replace(known[name], warm_starts=len(table["seeds"])) for name in table["cells"]}, settings
-
-
-def start_of(cell: Cell, seed: int, settings: train.Settings, cache: Path) -> Model:
-    """The warm start of a cell and seed, without a bias in the output layer; cached."""
-    seed %= cell.warm_starts
-    path = cache / f"unbiased-{cell.name}-{seed}-{train.warm_key(cell, settings)}.pt"
-    model = train.new_model(cell, settings, seed)
-    model.head.bias = None
-    weights = train.cached(
-        path,
-        lambda: train.supervise(model, cell, seed, settings).state_dict(),
-        torch.save,
-        lambda path: torch.load(path, weights_only=True),
-    )
-    model.load_state_dict(weights)
-    return model
 
 
 def as_opt(model: Model) -> Any:
@@ -83,9 +66,11 @@ def as_opt(model: Model) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
     if model.head.bias is not None:
-        raise ValueError("expected an output layer without bias (start_of); OPT has no place for one")
+        raise ValueError("expected an output layer without bias (head_bias=False); OPT has no place for one")
     shape, positions = model.shape, model.position.weight
+    settings: dict[str, Any] = {"num_key_value_heads": shape.heads}  # OPT has no such setting; verl asks for it
     config = OPTConfig(
+        **settings,
         vocab_size=len(CHARACTERS),
         max_position_embeddings=len(positions),
         hidden_size=shape.width,
@@ -93,7 +78,6 @@ def as_opt(model: Model) -> Any:
         ffn_dim=4 * shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,  # OPT has no such setting; verl asks for it
         activation_function="relu",
         dropout=0.0,
         tie_word_embeddings=False,
@@ -101,13 +85,16 @@ def as_opt(model: Model) -> Any:
         eos_token_id=END,
         pad_token_id=CHARACTERS.index(PAD_CHARACTER),
     )
+    blocks: list[Any] = list(model.blocks)
     modules = {"final_layer_norm": model.norm}
-    for i, block in enumerate(model.blocks):
+    for i, block in enumerate(blocks):
         names = ("self_attn_layer_norm", "final_layer_norm", "self_attn.out_proj", "fc1", "fc2")
         parts = (block.norms[0], block.norms[1], block.out, block.up, block.down)
         modules |= {f"layers.{i}.{name}": part for name, part in zip(names, parts, strict=True)}
-    weights = {f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()}
-    for i, block in enumerate(model.blocks):
+    weights: dict[str, torch.Tensor] = {
+        f"{name}.{kind}": value for name, part in modules.items() for kind, value in part.named_parameters()
+    }
+    for i, block in enumerate(blocks):
         for kind, value in block.qkv.named_parameters():
             for name, part in zip("qkv", value.chunk(3), strict=True):
                 weights[f"layers.{i}.self_attn.{name}_proj.{kind}"] = part
@@ -146,7 +133,7 @@ def prepare(cell: Cell, seed: int, settings: train.Settings, folder: Path, cache
     import datasets
 
     datasets.disable_progress_bars()
-    model = as_opt(start_of(cell, seed, settings, cache))
+    model = as_opt(train.warm_start(cell, seed, settings, cache))
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     prompts, _ = train.load_entries(cell, settings, cache)
@@ -165,15 +152,17 @@ def prepare(cell: Cell, seed: int, settings: train.Settings, folder: Path, cache
     datasets.Dataset.from_list(rows).to_parquet(str(folder / "train.parquet"))
 
 
-def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, folder: Path) -> list[dict]:
+def train_in_verl(
+    cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, folder: Path
+) -> list[dict[str, float]]:
     """Run verl's trainer through the recipes' launcher; the metrics of its steps. A run that is whole is not run again.
 
-    Raises RuntimeError, with the log's end, if a step is missing.
+    Raises RunFailed, with the log's end, if a step is missing.
     """
     width = FAMILIES[cell.family].width(cell.steps[1])
     data, setup = folder.parent / f"start-{seed % cell.warm_starts}", folder / "setup"
     as_now = f"{train.setup_digest(cell, settings)} {lr}"
-    if setup.exists() and setup.read_text() == as_now and len(steps := read_steps(folder)) == settings.steps:
+    if setup.exists() and setup.read_text() == as_now and len(steps := Run(folder).steps()) == settings.steps:
         return steps
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -191,7 +180,6 @@ def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.S
         "data.max_response_length": LIMIT,
         "actor_rollout_ref.rollout.n": settings.group,
         "actor_rollout_ref.rollout.max_num_seqs": batch,
-        "actor_rollout_ref.actor.loss_agg_mode": RULES[rule].mode,
         "actor_rollout_ref.actor.ppo_mini_batch_size": settings.prompts // settings.mini_batches,
         "actor_rollout_ref.actor.ppo_epochs": settings.epochs,
         "actor_rollout_ref.actor.shuffle": True,
@@ -205,34 +193,11 @@ def train_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.S
         "ray_kwargs.ray_init.num_gpus": 1,
         "trainer.rollout_data_dir": "null",
     }
-    command = ["bash", str(ROOT / "recipes" / "launch.sh"), "demo", "token"]
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "RESULTS_DIR": str(folder.parent),
-    }
-    with (folder / "train.log").open("wb") as log:
-        done = subprocess.run(
-            [*command, *(f"{key}={value}" for key, value in overrides.items())],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    steps = read_steps(folder)
-    if len(steps) != settings.steps:
-        tail = "\n".join((folder / "train.log").read_text(errors="replace").splitlines()[-25:])
-        raise RuntimeError(
-            f"{folder.name}: {len(steps)} of {settings.steps} steps, exit status {done.returncode}. "
-            f"The log's end, {folder / 'train.log'}:\n{tail}"
-        )
-    return steps
-
-
-def read_steps(folder: Path) -> list[dict]:
-    """The metrics of each training step that verl's file logger has written below `folder`."""
-    lines = [json.loads(line)["data"] for path in sorted(folder.glob("metrics/*.jsonl")) for line in path.open()]
-    return [line for line in lines if "actor/pg_loss" in line]
+    arguments = [f"{key}={value}" for key, value in overrides.items()]
+    mode = RULES[rule].mode
+    assert mode is not None, rule  # `main` refuses the others
+    run = launch("demo", mode, arguments, results=folder.parent, log=folder / "train.log", steps=settings.steps)
+    return run.steps()
 
 
 def tenths(series: list[float | None]) -> list[float | None]:
@@ -244,12 +209,16 @@ def tenths(series: list[float | None]) -> list[float | None]:
 def run_in_loop(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, cache: Path) -> Row:
     """`MEASURES` as means of the run's tenths."""
     torch.set_num_threads(1)
-    curves = train.run(cell, rule, lr, seed, settings, cache, start_of(cell, seed, settings, cache))["curves"]
+    curves = train.run(cell, rule, lr, seed, settings, cache)["curves"]
     return {name: curves[name] for name in MEASURES}
 
 
 def run_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Settings, cache: Path) -> Row:
     """The same, and the median time of a step [s]."""
+    data = cache / NAME / cell.name / f"start-{seed % cell.warm_starts}"
+    with train.locked(data.parents[1]):  # one at a time: transformers cannot be imported by two threads at once
+        if not (data / "train.parquet").exists():
+            prepare(cell, seed, settings, data, cache)
     steps = train_in_verl(cell, rule, seed, lr, settings, cache / NAME / cell.name / f"{rule}-{seed}")
     return {name: tenths([step.get(key) for step in steps]) for name, key in MEASURES.items()} | {
         "s_per_step": round(float(np.median([step["timing_s/step"] for step in steps])), 2)
@@ -261,27 +230,17 @@ def run_in_verl(cell: Cell, rule: str, seed: int, lr: float, settings: train.Set
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def planned(table: dict[str, Any]) -> list[tuple[str, str, str, int]]:
-    """(where, cell, rule, seed) of every run, the loop's first."""
+def planned(table: dict[str, Any], cells: dict[str, Cell], settings: train.Settings) -> list[Job]:
+    """Every run, the loop's first."""
     first = table["seeds"][0]
-    seeds = {"loop": range(first, first + table["loop_seeds"]), "verl": table["seeds"]}
+    seeds = {LOOP: range(first, first + table["loop_seeds"]), VERL: table["seeds"]}
     return [
-        (where, cell, rule, seed)
+        Job(NAME, cell, rule, table["lr"], seed, settings, where)
         for where, numbers in seeds.items()
         for seed in numbers
         for rule in table["rules"]
-        for cell in table["cells"]  # innermost: two processes make two warm starts, not one twice
+        for cell in cells.values()  # innermost: two processes make two warm starts, not one twice
     ]
-
-
-def finished(rows: list[Row], settings: train.Settings, cells: dict[str, Cell], lr: float) -> dict[tuple, Row]:
-    """The rows of these settings, by (where, cell, rule, seed)."""
-    digests = {name: train.setup_digest(cell, settings) for name, cell in cells.items()}
-    return {
-        (row["where"], row["cell"], row["rule"], row["seed"]): row
-        for row in rows
-        if row["cell"] in cells and (row["setup"], row["lr"]) == (digests[row["cell"]], lr)
-    }
 
 
 def main(
@@ -292,55 +251,19 @@ def main(
     table, cells, settings = specification()
     if without := [rule for rule in table["rules"] if RULES[rule].mode is None]:
         raise typer.BadParameter(f"{SPECIFICATION}: verl has no mode for {', '.join(without)}")
-    done = finished(runner.read_rows(RESULTS), settings, cells, table["lr"])
-    todo = [key for key in planned(table) if key not in done]
-    console.print(f"{len(planned(table))} runs, {len(todo)} to do", highlight=False)
-    at = runner.commit()
-    failed: list[str] = []
-    loop, verl = ([key for key in todo if key[0] == where] for where in ("loop", "verl"))
-    with (
-        ProcessPoolExecutor(runner.WORKERS, get_context("spawn")) as processes,
-        ThreadPoolExecutor(workers) as threads,  # each waits for a trainer of its own
-    ):
-        for keys, pool in ((loop, processes), (verl, threads)):
-            futures = {pool.submit(run_one, key, cache): key for key in keys}
-            for future in as_completed(futures):
-                if error := future.exception():
-                    failed.append(f"{' '.join(map(str, futures[future]))}: {error}")
-                    console.print(f"failed: {failed[-1]}", style="red", highlight=False, markup=False)
-                    continue
-                row = future.result() | {"commit": at}
-                runner.append_row(RESULTS, row)
-                name = " ".join(str(row[key]) for key in ("where", "cell", "rule", "seed"))
-                console.print(f"{name}: reward {_mean(row['reward']):.3f}", highlight=False)
-    if failed:
-        typer.echo(f"{len(failed)} of {len(todo)} runs failed; run again to retry them", err=True)
-        raise typer.Exit(1)
+    pools = {LOOP: lambda: processes(runner.WORKERS), VERL: lambda: ThreadPoolExecutor(workers)}  # a trainer a thread
+    try:
+        run_jobs(planned(table, cells, settings), work, RESULTS, pools, cache, console, commit=runner.commit())
+    except StudyError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
     typer.echo(table_markdown())
 
 
-def run_one(key: tuple[str, str, str, int], cache: Path) -> Row:
-    """The row of one run, without its commit."""
-    where, name, rule, seed = key
-    table, cells, settings = specification()
-    cell, lr = cells[name], table["lr"]
-    data = cache / NAME / name / f"start-{seed % cell.warm_starts}"
-    if where == "loop":
-        values = run_in_loop(cell, rule, seed, lr, settings, cache)
-    else:
-        with train.locked(data.parents[1]):  # one at a time: transformers cannot be imported by two threads at once
-            if not (data / "train.parquet").exists():
-                prepare(cell, seed, settings, data, cache)
-        values = run_in_verl(cell, rule, seed, lr, settings, cache)
-    row = {
-        "where": where,
-        "cell": name,
-        "rule": rule,
-        "seed": seed,
-        "lr": lr,
-        "setup": train.setup_digest(cell, settings),
-    }
-    return row | values
+def work(job: Job, cache: Path) -> Row:
+    """The numbers of one run."""
+    run = run_in_loop if job.where == LOOP else run_in_verl
+    return run(job.cell, job.rule, job.seed, job.lr, job.settings, cache)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -380,19 +303,20 @@ def agreement(loop: np.ndarray, verl: np.ndarray) -> Estimate:
     return Estimate(float(verl.mean() - loop.mean()), float(interval.low), float(interval.high))
 
 
-def table_markdown() -> str:
-    """The report's part. Raises FileNotFoundError where nothing was run."""
+def _compared() -> tuple[list[str], list[tuple[str, ...]]]:
+    """Paragraphs that say what was run and how it agrees, and the rows of the table."""
     if not RESULTS.exists():
         raise FileNotFoundError(2, "not run", str(RESULTS))
     table, cells, settings = specification()
-    rows = finished(runner.read_rows(RESULTS), settings, cells, table["lr"])
+    jobs = planned(table, cells, settings)
+    rows = finished(read_rows(RESULTS), jobs)
     last, *others = table["rules"][::-1]  # each rule against the last
     wanted = [(cell, (rule, None)) for cell in cells for rule in table["rules"]]
     wanted += [(cell, (rule, last)) for cell in cells for rule in others[::-1]]
     lines, signs, same = [], [], []
     for cell, (rule, other) in wanted:
         for measure, (title, _) in SUMMARIES.items():
-            loop, verl = (values(rows, where, cell, rule, other, measure) for where in ("loop", "verl"))
+            loop, verl = (values(rows, where, cell, rule, other, measure) for where in (LOOP, VERL))
             if len(loop) < 2 or len(verl) < 2:
                 continue
             gap = agreement(loop, verl)
@@ -402,23 +326,34 @@ def table_markdown() -> str:
             form = "+.3f" if other else ".3f"
             name = f"{rule} − {other}" if other else rule
             lines.append((cell, name, title, *(f"{v.mean():{form}}" for v in (loop, verl)), gap.text("+.3f")))
-    done, all_of = ({w: sum(key[0] == w for key in keys) for w in ("loop", "verl")} for keys in (rows, planned(table)))
-    header = ("cell", "rule", "of", "loop", "verl", "verl − loop [Welch 95%]")
+    done, all_of = (
+        {w: sum(key[0] == w for key in keys) for w in (LOOP, VERL)} for keys in (rows, [j.key for j in jobs])
+    )
     text = [
-        f"The cells again, with heads of 32, {settings.prompts} prompts an update and {settings.steps} updates, in the loop "
-        f"and through `verl.trainer.main_ppo` on the CPU: {done['loop']} of {all_of['loop']} and {done['verl']} of "
-        f"{all_of['verl']} runs. Rewards and lengths are those of training; differences are paired by seed. The noise of "
-        "sampling is another in verl.",
-        "",
-        Table(header, lines).markdown(),
+        f"The cells {' and '.join(cells)} again, with heads of 32, {settings.prompts} prompts an update and {settings.steps} "
+        f"updates, in the loop and through `verl.trainer.main_ppo` on the CPU: {done[LOOP]} of {all_of[LOOP]} and "
+        f"{done[VERL]} of {all_of[VERL]} runs. Rewards and lengths are those of training, and differences are paired by "
+        "seed. The noise of sampling is not the same in verl."
     ]
     if lines:
         text.append(
-            f"The interval of verl less loop holds zero in {sum(same)} of {len(same)} rows; 95% are expected where the two "
-            f"are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard "
-            f"errors), {sum(signs)} have the same sign in verl.\n"
+            f"The interval of verl less loop contains zero in {sum(same)} of {len(same)} rows; 95% are expected where the "
+            f"two are alike. Of the {len(signs)} differences between rules that are clear of zero in the loop (two standard "
+            f"errors), {sum(signs)} ha{'s' if sum(signs) == 1 else 've'} the same sign in verl."
         )
-    return "\n".join(text)
+    return text, lines
+
+
+def agreement_markdown() -> str:
+    """What was run and how it agrees. Raises FileNotFoundError where nothing was run."""
+    return "\n\n".join(textwrap.fill(paragraph, 126) for paragraph in _compared()[0])
+
+
+def table_markdown() -> str:
+    """The same with every number. Raises FileNotFoundError where nothing was run."""
+    text, lines = _compared()
+    header = ("cell", "rule", "measure", "loop", "verl", "verl − loop [Welch 95%]")
+    return "\n\n".join([*text, Table(header, lines).markdown()])
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ contains the response itself, and a long one shrinks its own weight the more, th
 a part that falls with m, and doubly balanced only what a small update's few responses of one sign leave in b.
 
 Where wrong responses are longer, rules that divide by a length of the sign weigh right responses' tokens more. Then the part
-that a response has in its own mean no longer cancels between right and wrong: sequence pushes shorter most, doubly balanced a
-little (the relative push shows that b is not the cause). Under token the wrong responses dominate the group's mean, and it
-pushes a little longer.
+that a response has in its own mean no longer cancels between right and wrong: seq-mean-token-mean pushes shorter most, doubly
+balanced a little (the relative push shows that b is not the cause). Under group-mean-token-mean the wrong responses dominate
+the group's mean, and it pushes a little longer.
 
 What they do not show: whether a training run suffers from it. Clipping, several mini-batches, the optimiser, length limits
 and the reward's own view of length all come on top.
@@ -26,9 +26,8 @@ and the reward's own view of length all come on top.
     python -m studies.null_length_bias
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +35,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from studies._results import HERE, committed, from_json, to_json, write
 from studies.rules import RULES
 from studies.simulated import (
     LOCAL,
@@ -54,10 +54,10 @@ from studies.simulated import (
     simulate,
     variation,
 )
-from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
-from verl_ba.tools.analysis.page import INK, Figure, Table
+from verl_ba.tools.analysis import charts
+from verl_ba.tools.analysis.page import INK, Figure
+from verl_ba.tools.table import Table
 
-HERE = Path(__file__).parent
 NAME = "null_length_bias"
 
 BATCH_RULES = tuple(rule for rule in RULES if rule not in LOCAL)
@@ -73,8 +73,8 @@ KS = {
 LOG_NORMAL = Setting(variation=variation(0.5))
 SECOND = replace(LOG_NORMAL, gap=2.0, prompt_variation=0.5, harder=1.0)
 SECOND_RULES = (
-    "sequence",
-    "token",
+    "seq-mean-token-mean",
+    "group-mean-token-mean",
     "balanced",
     "pooled-1",
     "pooled-4",
@@ -191,32 +191,6 @@ def compute(seed: int = 0, scale: float = 1.0, step: Callable[[], object] = lamb
     }
 
 
-def to_json(results: dict[str, Any]) -> str:
-    """A mean becomes {value, error, spread}."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mean):
-            return {name: round(number, 6) for name, number in asdict(value).items()}
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        return round(value, 6) if isinstance(value, float) else value
-
-    return json.dumps(plain(results), indent=1, allow_nan=False) + "\n"
-
-
-def from_json(text: str) -> dict[str, Any]:
-    """The inverse of `to_json`."""
-
-    def rich(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if value.keys() == {"value", "error", "spread"}:
-            return Mean(**value)
-        return {int(key) if key.isdecimal() else key: rich(item) for key, item in value.items()}
-
-    return rich(json.loads(text))
-
-
 def _pushes_table(what: str, pushes: Pushes, caption: str, spread_at: int) -> Table:
     ks = list(next(iter(pushes.values())))
     rows = [
@@ -321,9 +295,9 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 def figure(results: dict[str, Any]) -> Figure:
     two, sizes = results["two_point"], results["update_sizes"]
-    rules = ("balanced", "token", "sequence", "pooled-1", "pooled-4", "doubly-balanced")
-    looks = _looks(rules, {rule: RULES[rule].mode for rule in rules})
-    with _axes(columns=3, size=(11, 4.0)) as (drawing, axes):
+    rules = ("balanced", "group-mean-token-mean", "seq-mean-token-mean", "pooled-1", "pooled-4", "doubly-balanced")
+    looks = charts.looks(rules, {rule: RULES[rule].mode for rule in rules})
+    with charts.axes(columns=3, size=(11, 4.0)) as (drawing, axes):
         for rule in rules:
             colour, line, marker = looks[rule]
             look = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5, "label": rule}
@@ -372,7 +346,7 @@ def figure(results: dict[str, Any]) -> Figure:
         axes[2].set_xticks(list(UPDATE_SIZES), list(map(str, UPDATE_SIZES)))
         for axis in axes:
             axis.axhline(0, color=INK, linewidth=1)
-        _common_legend(drawing, axes[0], 6)
+        charts.common_legend(drawing, axes[0], 6)
     return Figure(
         NAME,
         drawing,
@@ -385,18 +359,8 @@ def figure(results: dict[str, Any]) -> Figure:
 def table_markdown(results: dict[str, Any] | None = None) -> str:
     """The tables for the report; from the committed numbers if none are given."""
     if results is None:
-        results = from_json((HERE / "results" / f"{NAME}.json").read_text())
+        results = committed(NAME)
     return "\n".join(table.markdown() for table in tables(results))
-
-
-def write(out: Path, name: str, numbers: str, text: str, drawings: list[Figure]) -> None:
-    """The numbers and the tables into `out`/results, the figures into `out`/figures."""
-    for folder in ("results", "figures"):
-        (out / folder).mkdir(parents=True, exist_ok=True)
-    (out / "results" / f"{name}.json").write_text(numbers)
-    (out / "results" / f"{name}.md").write_text(text)
-    for drawing in drawings:
-        drawing.png(out / "figures" / f"{drawing.name}.png")
 
 
 def main(

@@ -1,11 +1,12 @@
-"""The report: `python -m studies.report` writes studies/README.md and studies/figures from the committed numbers alone.
+"""`python -m studies.report` writes studies/README.md (what was asked and found), studies/TABLES.md (every number) and
+studies/figures, from the committed numbers alone.
 
 A sentence that judges is chosen by the interval it stands beside (`studies.miniature.outcome`): held, failed or undecided.
 A part without numbers says that it was not run. Nothing here draws or trains.
 """
 
-import importlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from typing import Any
 import numpy as np
 import typer
 
+from studies import _results, in_verl, null_length_bias, scale
+from studies.jobs import finished, read_rows
 from studies.miniature import outcome, runner
 from studies.miniature.outcome import FAILED, HELD, UNDECIDED, Comparison, Scores, Verdict
 from studies.rules import RULES
-from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.tools.analysis import charts
 from verl_ba.tools.analysis.estimate import Estimate
-from verl_ba.tools.analysis.page import INK, SERIES, Figure, Table
+from verl_ba.tools.analysis.modes import ALIASES, in_full
+from verl_ba.tools.analysis.page import INK, SERIES, Figure
+from verl_ba.tools.table import Table
 
 HERE = Path(__file__).parent
 Rows = list[dict[str, Any]]
@@ -35,6 +40,7 @@ def _curve(name: str, part: slice | int) -> Callable[[dict[str, Any]], float]:
 
 
 EVERY, LAST = slice(None), -1
+SEQUENCE, TOKEN = "seq-mean-token-mean", "group-mean-token-mean"
 MEASURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "auc": ("area", lambda row: row["auc"]),
     "last": ("last", lambda row: row["last"]),
@@ -54,16 +60,12 @@ MEASURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 """Name -> column title, value of a row. nan where a run has none, e.g. no wrong response in the last stretch."""
 
 ABOUT = """
-Area: sampled accuracy, mean over the evaluations, on prompts drawn apart from the training's (short ones may occur in both).
-Last: at the last evaluation; peak to last: how far below the best evaluation that is. Lengths in characters. Right, wrong:
-responses of positive and negative advantage. Cut: share of responses that reach the limit. Drift: |loss at ratio 1| of a
-whole update, mean over updates: verl's policy loss before the first optimizer step. Weight of negatives: their share of
-Σ|A|·T/ℓ̄. Cosine: between the gradients of the right and of the wrong responses of an update, at a few steps. Entropy in
-nats per character.
-
-To run: `make study-screen`, `make study`, `make study-verl` (all go on where they were stopped), `make study-quick`. The
-loop is in [miniature](miniature): verl's own GRPO advantage and clipped policy loss; a rule is the column of mean lengths
-that `verl_ba.hooks` would put beside each response.
+Area: sampled accuracy, mean over the evaluations, on prompts that were drawn apart from the training prompts (short ones may
+occur in both). Last: at the last evaluation. Peak to last: how far the last evaluation is below the best one. Lengths are in
+characters. Right and wrong: responses with a positive and with a negative advantage. Cut: the share of responses that reach
+the limit. Drift: |loss at ratio 1| of a whole update, mean over updates, which is verl's policy loss before the first
+optimizer step. Weight of negatives: their share of Σ|A|·T/ℓ̄. Cosine: between the gradients of the right and of the wrong
+responses of an update, at a few steps. Entropy is in nats per character.
 """.strip()
 
 
@@ -148,14 +150,13 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def other_part(title: str, module: str) -> str:
-    """A part that another module of studies writes; 'not run' where the module or its numbers are missing."""
+def other_part(title: str, module: Any) -> str:
+    """The tables of another study; 'not run' where its numbers are missing."""
     try:
-        text = importlib.import_module(f"studies.{module}").table_markdown()
-    except (ModuleNotFoundError, FileNotFoundError) as missing:
-        text = f"Not run: {Path(str(getattr(missing, 'filename', '') or missing)).name}\n"
-    drawn = (HERE / "figures" / f"{module}.png").exists()
-    return f"## {title}\n\n{text}" + f"\n![{title}](figures/{module}.png)\n" * drawn
+        text = module.table_markdown()
+    except FileNotFoundError as missing:
+        text = f"Not run: {Path(missing.filename).name}\n"
+    return f"## {title}\n\n{text}"
 
 
 def screening_section(document: dict[str, Any], rows: Rows) -> str:
@@ -171,7 +172,7 @@ def screening_section(document: dict[str, Any], rows: Rows) -> str:
     ]
     if not rows:
         return "\n".join([*lines, "Not run.\n"])
-    done = {runner.key_of(row) for row in rows} & {job.key for job in planned}
+    done = finished(rows, planned)
     lines += [f"{len(done)} of {len(planned)} runs done.", ""]
     lines += [means_table(rows, cells, list(RULES), lr, "auc", ".3f")]
     lines += [
@@ -191,7 +192,7 @@ def choice(rows: Rows, table: dict[str, Any]) -> tuple[float, str] | None:
     """What the screening hands to the confirmation: the learning rate at which the main rules are best on average, and the
     strength of partial pooling with the largest area at that of the screening, pooled-4 if it is within TIE of it. None
     while a cell has no seed that all of them have."""
-    rules, cells = table["sweep"]["rules"], table["cells"]
+    rules, cells = [in_full(rule) for rule in table["sweep"]["rules"]], table["cells"]
     by_lr = {lr: Scores(rows, "auc", lr).array(cells, rules) for lr in (*table["sweep"]["lr"], table["lr"])}
     pooled = Scores(rows, "auc", table["lr"]).array(cells, POOLED)
     if not len(pooled) or not all(len(array) for array in by_lr.values()):
@@ -213,9 +214,9 @@ def _against_table(rows: Rows, cells: Sequence[str], lr: float) -> str:
     for rule in RULES:
         both = scores.array(cells, (rule, "balanced"))
         if rule != "balanced" and len(both) > 1:
-            best = [scores.array([cell], (rule, "token", "sequence")) for cell in cells]
+            best = [scores.array([cell], (rule, TOKEN, SEQUENCE)) for cell in cells]
             worst = min((outcome.against_the_best(a) for a in best if len(a) > 1), key=lambda e: e.value, default=None)
-            own = rule in ("token", "sequence")
+            own = rule in (TOKEN, SEQUENCE)
             lines.append(
                 (
                     rule,
@@ -228,7 +229,7 @@ def _against_table(rows: Rows, cells: Sequence[str], lr: float) -> str:
         "rule",
         "seeds",
         "less balanced, mean of the cells",
-        "less the better of token and sequence, its worst cell",
+        f"less the better of {TOKEN} and {SEQUENCE}, its worst cell",
     )
     return Table(
         header, lines, "Area, paired by seed; 95% intervals, pointwise, over few seeds: too narrow."
@@ -236,7 +237,7 @@ def _against_table(rows: Rows, cells: Sequence[str], lr: float) -> str:
 
 
 def _sweep_table(rows: Rows, table: dict[str, Any]) -> str:
-    rules, cells = table["sweep"]["rules"], table["cells"]
+    rules, cells = [in_full(rule) for rule in table["sweep"]["rules"]], table["cells"]
     lines = []
     for lr in sorted({table["lr"], *table["sweep"]["lr"]}):
         means = []
@@ -250,7 +251,8 @@ def _sweep_table(rows: Rows, table: dict[str, Any]) -> str:
 def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, list[Verdict]]:
     """The text, and the verdicts for the summary."""
     table = document["confirmation"]
-    cells, rules, lr, candidate = table["cells"], table["rules"], table["lr"], table["candidate"]
+    cells, lr, candidate = table["cells"], table["lr"], table["candidate"]
+    rules, against = [[in_full(rule) for rule in table[name]] for name in ("rules", "against")]
     planned = runner.plan("confirmation")
     lines = [
         "## Training in miniature: the confirmation",
@@ -264,7 +266,7 @@ def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, lis
         return "\n".join([*lines, "Not run.\n"]), []
     digests = sorted({row["protocol"] for row in rows})
     commits = sorted({row["commit"] for row in rows})
-    done = {runner.key_of(row) for row in rows} & {job.key for job in planned}
+    done = finished(rows, planned)
     lines += [
         f"{len(done)} of {len(planned)} runs, under protocol {', '.join(digests)}, at commit {', '.join(commits)}.",
         "",
@@ -277,17 +279,15 @@ def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, lis
     scores = Scores(rows, "auc", lr)
     lines += [means_table(rows, cells, rules, lr, "auc", ".4f")]
 
-    primary = outcome.family(scores, [(candidate, other, "all", cells) for other in table["against"]])
+    primary = outcome.family(scores, [(candidate, other, "all", cells) for other in against])
     lines += ["**Primary** (one family): area, mean of the cells.", "", comparisons_table(primary)]
     verdicts += [c.as_verdict("over all cells") for c in primary]
 
-    secondary = outcome.family(
-        scores, [(candidate, other, cell, [cell]) for other in table["against"] for cell in cells]
-    )
+    secondary = outcome.family(scores, [(candidate, other, cell, [cell]) for other in against for cell in cells])
     lines += ["**Secondary** (one family): the same in every cell.", "", comparisons_table(secondary)]
-    others = [rule for rule in rules if rule not in (candidate, *table["against"])]
+    others = [rule for rule in rules if rule not in (candidate, *against)]
     if others:
-        third = outcome.family(scores, [(rule, other, "all", cells) for rule in others for other in table["against"]])
+        third = outcome.family(scores, [(rule, other, "all", cells) for rule in others for other in against])
         lines += ["**The other arms** (one family): mean of the cells.", "", comparisons_table(third)]
 
     text, claimed = claims_part(rows, lr, document["claims"])
@@ -295,7 +295,7 @@ def confirmation_section(document: dict[str, Any], rows: Rows) -> tuple[str, lis
     verdicts += claimed
 
     lines += ["**The goal**, rule by rule.", ""]
-    tested = [rule for rule in rules if rule not in ("token", "sequence")]
+    tested = [rule for rule in rules if rule not in (TOKEN, SEQUENCE)]
     text, goals = goal(scores, cells, table["lengths_vary"], tested, table["margin"])
     lines += [text]
     verdicts += goals
@@ -307,10 +307,10 @@ def claims_part(rows: Rows, lr: float, claims: Sequence[dict[str, Any]]) -> tupl
     """Table and verdicts of claims 'rule a has more of a measure than rule b in these cells', corrected together."""
     arrays = []
     for claim in claims:
-        scores = Scores(rows, MEASURES[claim["measure"]][1], lr)
-        arrays.append((claim["a"], claim["b"], claim["says"], scores.array(claim["cells"], (claim["a"], claim["b"]))))
+        scores, a, b = Scores(rows, MEASURES[claim["measure"]][1], lr), in_full(claim["a"]), in_full(claim["b"])
+        arrays.append((a, b, _says(claim), scores.array(claim["cells"], (a, b))))
     compared = outcome.corrected(arrays)
-    titles = {claim["says"]: MEASURES[claim["measure"]][0] for claim in claims}
+    titles = {_says(claim): MEASURES[claim["measure"]][0] for claim in claims}
     lines = [
         (
             c.where,
@@ -327,14 +327,19 @@ def claims_part(rows: Rows, lr: float, claims: Sequence[dict[str, Any]]) -> tupl
     return Table(header, lines).markdown(), verdicts
 
 
+def _says(claim: dict[str, Any]) -> str:
+    """The protocol's words, with modes in place of their short names."""
+    return re.sub(r"[\w-]+", lambda word: in_full(word[0]), claim["says"])
+
+
 def goal(
     scores: Scores, cells: Sequence[str], vary: Sequence[str], rules: Sequence[str], margin: float
 ) -> tuple[str, list[Verdict]]:
-    """Table and verdicts: within the margin of the better of token and sequence in every cell; better than balanced where
+    """Table and verdicts: within the margin of the better of TOKEN and SEQUENCE in every cell; better than balanced where
     lengths vary; null-model push at most a tenth of balanced's at every k."""
     lines, verdicts = [], []
     for rule in rules:
-        arrays = {cell: scores.array([cell], (rule, "token", "sequence")) for cell in cells}
+        arrays = {cell: scores.array([cell], (rule, TOKEN, SEQUENCE)) for cell in cells}
         best = {cell: outcome.against_the_best(array) for cell, array in arrays.items() if len(array) > 1}
         near = {cell: outcome.within(estimate, margin) for cell, estimate in best.items()}
         every = _all(list(near.values()), len(cells))
@@ -356,7 +361,7 @@ def goal(
             for cell in cells
         ]
         verdicts.append(
-            Verdict(f"{rule} is within {margin:g} of the better of token and sequence in every cell", every)
+            Verdict(f"{rule} is within {margin:g} of the better of {TOKEN} and {SEQUENCE} in every cell", every)
         )
         if same:
             continue
@@ -368,7 +373,7 @@ def goal(
     header = (
         "rule",
         "cell",
-        "less the better of token and sequence",
+        f"less the better of {TOKEN} and {SEQUENCE}",
         f"within {margin:g}?",
         "less balanced",
         "better?",
@@ -387,9 +392,8 @@ def _all(verdicts: Sequence[str], expected: int) -> str:
 def push_verdict(rule: str) -> tuple[str, str]:
     """`judge_pushes` of the committed null model, G = 8 and two lengths; undecided where it was not run."""
     try:
-        null = importlib.import_module("studies.null_length_bias")
-        pushes = null.from_json((HERE / "results" / f"{null.NAME}.json").read_text())["two_point"][8]
-    except (ModuleNotFoundError, FileNotFoundError):
+        pushes = _results.committed(null_length_bias.NAME)["two_point"][8]
+    except FileNotFoundError:
         return UNDECIDED, "not run"
     return judge_pushes(pushes[rule], pushes["balanced"])
 
@@ -411,7 +415,7 @@ def judge_pushes(own: dict[int, Any], balanced: dict[int, Any], allowed: float =
 def summary(verdicts: Sequence[Verdict]) -> str:
     """What held, what did not, what is undecided: in that order, and nothing left out."""
     titles = {HELD: "Held", FAILED: "Failed", UNDECIDED: "Undecided by these runs"}
-    lines = ["## What held and what did not", ""]
+    lines = ["## What held, what failed, and what is undecided", ""]
     if not verdicts:
         return "\n".join([*lines, "The confirmation was not run: nothing is claimed.\n"])
     for kind, title in titles.items():
@@ -436,30 +440,8 @@ def trade_section(documents: dict[str, dict[str, Any]], rows: dict[str, Rows]) -
         lines.append(tuple(cells))
     header = ["rule", "largest share of balanced's push"]
     for stage in documents:
-        header += [f"drift, {stage}", f"area less balanced's, {stage}"]
-    return TRADE + "\n\n" + Table(tuple(header), lines).markdown()
-
-
-TRADE = """
-## What trades against what
-
-`balanced` keeps the loss at ratio 1 at zero in every group, and pushes on length in small subsets. Rules that borrow from the
-whole update push less and let the loss drift a little; the token rules do not push and drift most; `sequence` does neither,
-and gives a token of a long response less weight. The push is that of the null model (8 responses, two lengths). Drift and
-area are means of the cells; the screening's have four seeds, and no correction for the number of rules.
-""".strip()
-
-LIMITS = """
-## What this cannot say
-
-- A character model of some 45,000 parameters, responses of at most 48 characters, three made-up tasks, 80 updates. Language
-  models, long responses and long runs may differ in size and in sign.
-- The demonstrations put the relation of length and correctness into the warm start. Whether a real model has one, and which,
-  is another question.
-- Seeds of one cell share a few warm starts. The intervals speak of these tasks and these starts.
-- One optimizer, clip and group size. The learning rate was chosen once for all rules, by the screening.
-- Undecided is not equal: an interval that holds 0 may hide a difference of its own width.
-""".strip()
+        header += [f"drift, {stage}", f"area less that of balanced, {stage}"]
+    return "## What trades against what\n\n" + Table(tuple(header), lines).markdown()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -468,8 +450,8 @@ LIMITS = """
 
 
 def curves_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequence[str], lr: float) -> Figure:
-    looks = _looks(rules, {rule: RULES[rule].mode for rule in rules})
-    with _axes(len(cells), 2, size=(2.6 * len(cells), 5.2)) as (drawing, axes):
+    looks = charts.looks(rules, {rule: RULES[rule].mode for rule in rules})
+    with charts.axes(len(cells), 2, size=(2.6 * len(cells), 5.2)) as (drawing, axes):
         for column, cell in enumerate(cells):
             for line, name in enumerate(("accuracy", "length")):
                 axis = axes[line * len(cells) + column]
@@ -481,14 +463,14 @@ def curves_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequence[
                 axis.set(title=cell if not line else "", xlabel="evaluation" if line else "")
                 if not column:
                     axis.set_ylabel("sampled accuracy" if not line else "mean length [characters]")
-        _common_legend(drawing, axes[0], 6)
+        charts.common_legend(drawing, axes[0], 6)
     return Figure(f"miniature-{stage}-curves", drawing, f"{stage}: accuracy and length by evaluation, cell and rule")
 
 
 def differences_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequence[str], lr: float) -> Figure:
     """Paired differences to balanced, cell by cell."""
     scores, others = Scores(rows, "auc", lr), [rule for rule in rules if rule != "balanced"]
-    with _axes(len(cells), size=(2.6 * len(cells), 1.4 + 0.3 * len(others))) as (drawing, axes):
+    with charts.axes(len(cells), size=(2.6 * len(cells), 1.4 + 0.3 * len(others))) as (drawing, axes):
         for axis, cell in zip(axes, cells, strict=True):
             for at, rule in enumerate(others):
                 array = scores.array([cell], (rule, "balanced"))
@@ -500,7 +482,7 @@ def differences_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequ
             axis.set(title=cell, ylim=(len(others) - 0.5, -0.5))
             axis.locator_params(axis="x", nbins=4)
             axis.set_yticks(range(len(others)), others if axis is axes[0] else [""] * len(others))
-        axes[len(cells) // 2].set_xlabel("area less balanced's, paired by seed, 95% intervals")
+        axes[len(cells) // 2].set_xlabel("area less that of balanced, paired by seed, 95% intervals")
     return Figure(f"miniature-{stage}-differences", drawing, f"{stage}: area of every rule less that of balanced")
 
 
@@ -509,50 +491,145 @@ def differences_figure(rows: Rows, stage: str, cells: Sequence[str], rules: Sequ
 QUESTION = """
 # Studies of aggregation rules
 
-Written by `python -m studies.report` from the numbers in [results](results); edit the code, not this file.
+Written by `python -m studies.report` from the numbers in [results](results): edit the code, not this file. Every table is in
+[TABLES.md](TABLES.md).
 
-**Question.** Which mean length ℓ̄ should a response's tokens be divided by? `balanced` (arXiv 2605.04077) takes that of the
-response's group and sign. In small subsets this has a length bias of its own: the response is part of the mean that it is
-divided by. Partial pooling shrinks that mean towards what the whole update says. Does it train better?
+## What was asked
+
+A response of T tokens weighs T/ℓ̄ in the policy loss. A rule is a choice of ℓ̄. `seq-mean-token-mean` takes the response's own
+length, `group-mean-token-mean` the mean length of its group, and `balanced` (arXiv 2605.04077) the mean length of the
+responses of its group that have the same sign of advantage. In a small group this last mean contains the response itself, so
+that `balanced` has a length bias of its own. Partial pooling (`pooled-4`, `pooled-auto`) shrinks the mean towards what the
+whole update says. Does it train better? And how large are the biases of all these rules?
+
+## How
+
+- **A null model** ([null_length_bias.py](null_length_bias.py)): lengths are drawn without a look at correctness, and the
+  expected push of each rule on length is computed. Any push is a bias.
+- **A map** ([scale.py](scale.py)): the size of three biases beside the gradient's noise, by group size, accuracy, length gap
+  and variation. They are the push; the tilt, which is gradient weight that lengths move to the negatives; and starving, which
+  is less weight for the tokens of long responses. `python -m studies.scale --from analyze.json` places a run of yours in it.
+- **Training in miniature** ([miniature](miniature)): a character model of some 45,000 parameters, verl's own GRPO advantage
+  and clipped policy loss, three made-up tasks. A screening of all rules chose what a confirmation then tested on new cells
+  and seeds, under a [protocol](miniature/protocol.md) that was committed before its first run.
+- **The same in verl's trainer** ([in_verl.py](in_verl.py)): the model as a Hugging Face checkpoint, trained by
+  `verl.trainer.main_ppo` on the CPU.
+""".strip()
+
+LENGTHS = """
+## Length bias where lengths say nothing
+
+`balanced` pushes towards shorter responses where few of a group are right, and towards longer ones where few are wrong.
+`group-mean-token-mean` and `seq-mean-token-mean` push nowhere, and partial pooling keeps a part of the push, which falls with
+its strength. Larger groups make the push smaller; more prompts in the update do not.
+""".strip()
+
+MAP = """
+## Where it matters
+
+In updates of 64 prompts the push of `balanced` stands out of its noise within five updates, unless the mean accuracy is near
+one half. Where wrong responses are longer than right ones, the token modes tilt the gradient to them from the first update
+on; `seq-mean-token-mean` pushes towards shorter responses most, and gives tokens of long responses the least weight.
+""".strip()
+
+TRADE = """
+## What to conclude
+
+`balanced` keeps the loss at ratio 1 at zero in every group, and pushes on length in small subsets. Rules that borrow from the
+whole update push less and let the loss drift a little. The token modes do not push, and drift and tilt most.
+`seq-mean-token-mean` does neither, and gives a token of a long response less weight. In the miniature runs these differences
+are small beside the noise between seeds: no rule is clearly the best. If one sign has few responses in your groups, watch the
+response length under `balanced`. If wrong responses are much longer than right ones, watch the tilt of the token modes.
+""".strip()
+
+LIMITS = """
+## What this cannot say
+
+- The model is tiny, responses have at most 48 characters, the three tasks are made up, and a run has 80 updates. Language
+  models, long responses and long runs may differ in size and in sign.
+- The demonstrations put the relation of length and correctness into the warm start. Whether a real model has one, and which,
+  is another question.
+- Seeds of one cell share a few warm starts. The intervals speak of these tasks and these starts.
+- There is one optimizer, clip and group size. The learning rate was chosen once for all rules, by the screening.
+- Undecided does not mean equal: an interval that contains 0 may hide a difference of its own width.
+""".strip()
+
+REPEAT = """
+## How to repeat it
+
+`make study-null`, `make study-map`, `make study-screen`, `make study` (the confirmation) and `make study-verl` run the five
+parts. The last three go on where they were stopped. `make study-quick` shows in a few short runs that everything works.
+`python -m studies.report` writes this page, the tables and the figures again.
 """.strip()
 
 
-def build() -> tuple[str, list[Figure]]:
-    screening, protocol = runner.read_toml(runner.SCREENING), runner.read_toml(runner.PROTOCOL)
+def shown_rows(stage: str) -> Rows:
+    """The finished rows of the plan as it stands."""
+    return list(finished(read_rows(runner.results_path(stage)), runner.plan(stage)).values())
+
+
+def build() -> tuple[str, str, list[Figure]]:
+    """The page, the tables, and the figures of the miniature study."""
+    documents = {
+        "screening": runner.read_toml(runner.SCREENING),
+        "confirmation": runner.read_toml(runner.PROTOCOL),
+    }
+    rows = {stage: shown_rows(stage) for stage in documents}
     figures = []
-    rows = {}
-    for stage, document in (("screening", screening), ("confirmation", protocol)):
-        # of rows without an error, those of the plan as it stands
-        keys = {job.key for job in runner.plan(stage)}
-        rows[stage] = [r for k, r in runner.finished(runner.read_rows(runner.results_path(stage))).items() if k in keys]
+    for stage, document in documents.items():
         table = document[stage]
-        shown = (
-            table["rules"]
-            if table["rules"] != "all"
-            else ["sequence", "token", "balanced", "pooled-4", "doubly-balanced", "doubly-averaged"]
-        )
+        every = table["rules"] == "all"
+        few = (SEQUENCE, TOKEN, "balanced", "pooled-4", "doubly-balanced", "doubly-averaged")
+        shown = list(few) if every else [in_full(rule) for rule in table["rules"]]
         if rows[stage]:
-            for draw in (curves_figure, differences_figure):
-                names = list(RULES) if draw is differences_figure and table["rules"] == "all" else shown
-                figures.append(draw(rows[stage], stage, table["cells"], names, table["lr"]))
-    confirmation, verdicts = confirmation_section(protocol, rows["confirmation"])
+            figures.append(curves_figure(rows[stage], stage, table["cells"], shown, table["lr"]))
+            names = list(RULES) if every else shown
+            figures.append(differences_figure(rows[stage], stage, table["cells"], names, table["lr"]))
+    confirmation, verdicts = confirmation_section(documents["confirmation"], rows["confirmation"])
     rules = Table(("rule", "ℓ̄"), [(rule.name, rule.what) for rule in RULES.values()]).markdown()
-    parts = [
+    page = [
         QUESTION,
         summary(verdicts),
-        "## The rules\n\nA response of T tokens weighs T/ℓ̄.\n\n" + rules,
-        other_part("Length bias where lengths say nothing", "null_length_bias"),
-        other_part("Where it matters", "scale"),
+        *_images(figures, "confirmation"),
+        LENGTHS,
+        _image("null_length_bias", "Push on length where length and correctness are independent"),
+        MAP,
+        _image("scale", "Where push, tilt and starving stand out of the noise"),
+        "## In verl's own trainer\n\n" + _in_verl_sentence(),
+        TRADE,
+        LIMITS,
+        REPEAT,
+    ]
+    short = "; ".join(f"{name}: {mode}" for name, mode in ALIASES.items())
+    tables = [
+        "# Tables of the studies\n\nWritten by `python -m studies.report`; what they mean is in [README.md](README.md).",
+        "## The rules\n\nA response of T tokens weighs T/ℓ̄. Short names, in commands and in the files of results: "
+        + f"{short}.\n\n{rules}",
+        other_part("Length bias where lengths say nothing", null_length_bias),
+        other_part("Where it matters", scale),
         "## Training in miniature: the measures\n\n" + ABOUT,
-        screening_section(screening, rows["screening"]),
+        screening_section(documents["screening"], rows["screening"]),
         *_images(figures, "screening"),
         confirmation,
-        *_images(figures, "confirmation"),
-        other_part("The same in verl's own trainer", "in_verl"),
-        trade_section({"screening": screening, "confirmation": protocol}, rows),
-        LIMITS,
+        other_part("The same in verl's own trainer", in_verl),
+        trade_section(documents, rows),
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n", figures
+    return _joined(page), _joined(tables), figures
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _in_verl_sentence() -> str:
+    try:
+        return in_verl.agreement_markdown()
+    except FileNotFoundError:
+        return "Not run."
+
+
+def _image(name: str, alt: str) -> str:
+    return f"![{alt}](figures/{name}.png)" if (HERE / "figures" / f"{name}.png").exists() else ""
 
 
 def _images(figures: Sequence[Figure], stage: str) -> list[str]:
@@ -560,13 +637,14 @@ def _images(figures: Sequence[Figure], stage: str) -> list[str]:
 
 
 def main() -> None:
-    """Write studies/README.md and studies/figures."""
-    text, figures = build()
+    """Write studies/README.md, studies/TABLES.md and studies/figures."""
+    page, tables, figures = build()
     (HERE / "figures").mkdir(exist_ok=True)
     for figure in figures:
         figure.png(HERE / "figures" / f"{figure.name}.png")
-    (HERE / "README.md").write_text(text)
-    typer.echo(f"{HERE / 'README.md'}: {len(text.splitlines())} lines, {len(figures)} figures")
+    for name, text in (("README.md", page), ("TABLES.md", tables)):
+        (HERE / name).write_text(text)
+        typer.echo(f"{HERE / name}: {len(text.splitlines())} lines")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_ba.aggregation import pool_mean_length
+from verl_ba.tools.analysis.modes import in_full
 
 SWEEPS = 30
 """Of iterative proportional fitting. The error shrinks geometrically; `test_rules` asserts the margins to 1e-9."""
@@ -63,7 +64,7 @@ class Rule:
     """One aggregation rule.
 
     Attributes:
-        name: as in tables and on the command line.
+        name: the mode, where the rule is one.
         mean_length: ℓ̄ [B] [tokens] of one update; anything for an empty response.
         what: one line for the report.
         mode: the package's or verl's name, if it has one.
@@ -75,8 +76,9 @@ class Rule:
     mode: str | None = None
 
 
-def _package(mode: str) -> MeanLength:
-    return lambda batch, state: pool_mean_length(mode, batch.length, batch.group, batch.sign)
+def _package(mode: str, what: str) -> Rule:
+    """A rule that is a mode."""
+    return Rule(mode, lambda batch, state: pool_mean_length(mode, batch.length, batch.group, batch.sign), what, mode)
 
 
 def effects(batch: Batch, sweeps: int = SWEEPS) -> tuple[Tensor, Tensor]:
@@ -161,7 +163,7 @@ def pooling_strength(batch: Batch, expected: Tensor) -> float:
         return float("inf")
     used = batch.filled * (batch.sign != 0)
     relative = batch.length / _filled(expected)
-    size = batch.cell.max().item() + 1
+    size = int(batch.cell.max()) + 1
     n, total, squares = (
         torch.bincount(batch.cell, weights=v * used, minlength=size)[cells]
         for v in (torch.ones_like(relative), relative, relative**2)
@@ -217,10 +219,10 @@ def delta_l(alpha: float) -> MeanLength:
 RULES = {
     rule.name: rule
     for rule in (
-        Rule("sequence", _package("seq-mean-token-mean"), "GRPO: the response's own length", "seq-mean-token-mean"),
-        Rule("token", _package("group-mean-token-mean"), "the group's mean length", "group-mean-token-mean"),
-        Rule("batch-token", _package("token-mean"), "the update's mean length (verl: the mini-batch's)", "token-mean"),
-        Rule("balanced", _package("balanced"), "the mean length of the group and sign", "balanced"),
+        _package("seq-mean-token-mean", "GRPO: the response's own length"),
+        _package("group-mean-token-mean", "the group's mean length"),
+        _package("token-mean", "the update's mean length (verl: the mini-batch's)"),
+        _package("balanced", "the mean length of the group and sign"),
         Rule("doubly-balanced", doubly_balanced, "a(group)·b(sign), both margins exact"),
         Rule("doubly-averaged", averaged_sign_effect(0.9), "the same, b averaged over steps (decay .9)"),
         Rule("pooled-1", partial_pooling(1), "partial pooling, m = 1"),
@@ -235,9 +237,9 @@ RULES = {
         Rule("delta-l-.75", delta_l(0.75), "ΔL, α = .75"),
     )
 }
-"""Every rule, by name."""
+"""Every rule, by name; `fit` and the files of numbers take the modes' short names as well."""
 
 
 def fit(rule: str, batch: Batch, state: State) -> Tensor:
     """ℓ̄ of every response under the rule: float64 [B] [tokens], 0 for an empty one. `state` is updated in place."""
-    return torch.where(batch.length > 0, RULES[rule].mean_length(batch, state), 0.0)
+    return torch.where(batch.length > 0, RULES[in_full(rule)].mean_length(batch, state), 0.0)

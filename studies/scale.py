@@ -22,6 +22,7 @@ the reward itself says.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
@@ -32,16 +33,17 @@ import numpy as np
 import torch
 import typer
 
-from studies.null_length_bias import HERE, from_json, to_json, write
+from studies._results import HERE, committed, from_json, to_json, write
 from studies.rules import RULES
 from studies.simulated import Mean, Setting, Update, draw, mean_with_control, simulate
-from verl_ba.tools.analysis.charts import _axes, _common_legend, _looks
+from verl_ba.tools.analysis import charts
 from verl_ba.tools.analysis.estimate import Estimate
-from verl_ba.tools.analysis.page import INK, Figure, Table
+from verl_ba.tools.analysis.page import INK, Figure
 from verl_ba.tools.analysis.weighing import STARVED
+from verl_ba.tools.table import Table
 
 NAME = "scale"
-MAP_RULES = ("sequence", "token", "batch-token", "balanced", "pooled-4", "doubly-balanced")
+MAP_RULES = ("seq-mean-token-mean", "group-mean-token-mean", "token-mean", "balanced", "pooled-4", "doubly-balanced")
 BASE = Setting(variation=0.5, prompt_variation=0.5)
 ACCURACIES = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 SIZES = (8, 16, 32, 64)
@@ -191,7 +193,7 @@ def read_report(path: Path) -> Run:
     variation = fit_variation(value["length_variation"], accuracies)
     sign_factor = (1 - accuracy) * gap**2 + accuracy, ((1 - accuracy) * gap + accuracy) ** 2
     explained = (1 + variation**2) * sign_factor[0] / sign_factor[1]
-    count = sum(np.array(counts[sign], dtype=np.float64) for sign in ("-1", "0", "1"))
+    count = np.sum([counts[sign] for sign in ("-1", "0", "1")], axis=0, dtype=np.float64)
     middle = (edges[1:] + edges[:-1]) / 2
     mean = (count @ middle) / count.sum()
     total = 1 + (count @ (middle - mean) ** 2 / count.sum() - (edges[1] - edges[0]) ** 2 / 12) / mean**2
@@ -217,29 +219,31 @@ def read_report(path: Path) -> Run:
 
 
 def _estimate(record: dict[str, float | None]) -> Estimate:
-    return Estimate(*(np.nan if record[name] is None else record[name] for name in ("value", "low", "high")))
+    return Estimate(*(np.nan if (number := record[name]) is None else number for name in ("value", "low", "high")))
 
 
 def fit_accuracy(mixed: float, right: float, size: int) -> tuple[float, float]:
     """Mean and a + b of the Beta distribution of accuracies with this share of mixed groups of `size` responses, and this
     mean share of right responses in them; the nearest on a grid that is refined four times."""
     logit, scale = (-7.0, 7.0), (-3.0, 9.0)
+    found = (math.nan, math.nan)
     for _ in range(5):
         x, y = (torch.linspace(*bounds, 61, dtype=torch.float64) for bounds in (logit, scale))
         mean, total = torch.sigmoid(x)[:, None], torch.exp(y)[None]
         a, b = mean * total, (1 - mean) * total
 
-        def chance(hits: int, misses: int, a=a, b=b) -> torch.Tensor:
+        def chance(hits: int, misses: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             """Of a group with `hits` right and `misses` wrong responses, one of the two 0."""
             after, before = ((p + q).lgamma() for p, q in ((a, b), (a + hits, b + misses)))
             return torch.exp((a + hits).lgamma() + (b + misses).lgamma() - before + after - a.lgamma() - b.lgamma())
 
-        all_right, all_wrong = chance(size, 0), chance(0, size)
+        all_right, all_wrong = chance(size, 0, a, b), chance(0, size, a, b)
         share_mixed = 1 - all_right - all_wrong
         distance = (share_mixed - mixed) ** 2 + ((mean - all_right) / share_mixed.clamp(min=1e-9) - right) ** 2
         i, j = divmod(int(distance.argmin()), 61)
         logit, scale = ((float(axis[max(at - 2, 0)]), float(axis[min(at + 2, 60)])) for axis, at in ((x, i), (y, j)))
-    return float(torch.sigmoid(x[i])), float(torch.exp(y[j]))
+        found = float(torch.sigmoid(x[i])), float(torch.exp(y[j]))
+    return found
 
 
 def place(run: Run, updates: int = 400, seed: int = 0, step: Callable[[], object] = lambda: None) -> Effects:
@@ -354,7 +358,7 @@ def tables(maps: dict[str, Any]) -> list[Table]:
     by_accuracy, by_gap, alike = maps["accuracy_size"], maps["gap_variation"], maps["like_prompts"]
     cells = [
         (rule, accuracy, *(_cell(by_size[size][rule]["push"]) for size in SIZES))
-        for rule in ("balanced", "pooled-4", "doubly-balanced", "token", "sequence")
+        for rule in ("balanced", "pooled-4", "doubly-balanced", "group-mean-token-mean", "seq-mean-token-mean")
         for accuracy, by_size in by_accuracy.items()
     ]
     note = (
@@ -369,7 +373,7 @@ def tables(maps: dict[str, Any]) -> list[Table]:
         )
     ]
     for name, show in (("push", "Push ×10³"), ("tilt", "Tilt in percent of the gradient")):
-        rules = [rule for rule in MAP_RULES if name == "push" or rule not in ("sequence", "balanced")]
+        rules = [rule for rule in MAP_RULES if name == "push" or rule not in ("seq-mean-token-mean", "balanced")]
         scale = 1000 if name == "push" else 100
         out.append(
             Table(
@@ -380,7 +384,7 @@ def tables(maps: dict[str, Any]) -> list[Table]:
                     for variation in by_gap["1.0"]
                 ],
                 f"{show}, by length gap (negatives over positives) and variation within a sign; G = 8, accuracies uniform. "
-                f"{note}" + (" sequence and balanced: 0 in every update." if name == "tilt" else ""),
+                f"{note}" + (" seq-mean-token-mean and balanced: 0 in every update." if name == "tilt" else ""),
             )
         )
     out.append(
@@ -423,8 +427,8 @@ def _cell(bias: Mean, scale: float = 1000) -> str:
 def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None = None) -> Figure:
     """The maps; with a run, its place in them as hollow stars."""
     by_accuracy, by_gap = maps["accuracy_size"], maps["gap_variation"]
-    looks = _looks(MAP_RULES, {rule: RULES[rule].mode for rule in MAP_RULES})
-    with _axes(columns=3, size=(11, 4.2)) as (drawing, axes):
+    looks = charts.looks(MAP_RULES, {rule: RULES[rule].mode for rule in MAP_RULES})
+    with charts.axes(columns=3, size=(11, 4.2)) as (drawing, axes):
         for size, line in zip(SIZES, ("-", "--", "-.", ":"), strict=True):
             pushes = [by_size[size]["balanced"]["push"] for by_size in by_accuracy.values()]
             standing = [p.value / p.spread for p in pushes]
@@ -439,7 +443,7 @@ def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None =
             tilts = [by_gap[gap]["0.5"][rule]["tilt"] for gap in by_gap]
             value, spread = (100 * np.array([getattr(t, name) for t in tilts]) for name in ("value", "spread"))
             axes[1].plot(GAPS, value, **look)
-            if rule == "token":
+            if rule == "group-mean-token-mean":
                 axes[1].fill_between(GAPS, value - spread, value + spread, color=colour, alpha=0.15, linewidth=0)
             axes[2].plot(VARIATIONS, [maps["like_prompts"][str(v)][rule]["starving"].value for v in VARIATIONS], **look)
             if run and found:
@@ -469,24 +473,20 @@ def figure(maps: dict[str, Any], run: Run | None = None, found: Effects | None =
         )
         axes[1].axhline(0, color=INK, linewidth=1)
         axes[2].axhline(1, color=INK, linewidth=1)
-        _common_legend(drawing, axes[1], 6)
+        charts.common_legend(drawing, axes[1], 6)
     place = " Stars: the run, with its own prompts." if run else ""
     return Figure(
         NAME if run is None else f"{NAME}_run",
         drawing,
         "Push over spread by accuracy and group size, tilt by length gap, weight of long responses' tokens by variation",
         "64 prompts an update. Left: no gap; G = 8 but for balanced; thin lines: the push stands out after n updates. "
-        f"Middle: variation .5; band: token's spread from update to update. Right: no gap, prompts alike.{place}",
+        f"Middle: variation .5; band: spread of group-mean-token-mean. Right: no gap, prompts alike.{place}",
     )
-
-
-def _committed() -> dict[str, Any]:
-    return from_json((HERE / "results" / f"{NAME}.json").read_text())
 
 
 def table_markdown(maps: dict[str, Any] | None = None) -> str:
     """The tables for the report; from the committed numbers if none are given."""
-    return "\n".join(table.markdown() for table in tables(maps or _committed()))
+    return "\n".join(table.markdown() for table in tables(maps or committed(NAME)))
 
 
 def main(
@@ -505,6 +505,8 @@ def main(
     except NotAReport as error:
         typer.echo(f"✗ {error}", err=True)
         raise typer.Exit(1) from error
+    found: Effects = {}
+    maps: dict[str, Any] = {}
     with Progress() as progress:
         task = progress.add_task("updates", total=(1 if report else CELLS) * updates)
 
@@ -520,7 +522,7 @@ def main(
         text = f"{run_table(run, found).markdown()}\n{lines}\n"
         if out:
             numbers = to_json({"setting": vars(run.setting), "effects": found})
-            write(out, f"{NAME}_run", numbers, text, [figure(_committed(), run, found)])
+            write(out, f"{NAME}_run", numbers, text, [figure(committed(NAME), run, found)])
     else:
         numbers = to_json(maps)
         text = table_markdown(from_json(numbers))  # the digits that are kept

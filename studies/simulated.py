@@ -33,7 +33,15 @@ from verl_ba.tools.analysis.weighing import advantages
 SHORT, LONG, P_LONG = 9, 43, 0.6
 """The two lengths [tokens] and the probability of the longer."""
 
-LOCAL = ("sequence", "token", "balanced", "leave-one-out", "constant", "delta-l-1", "delta-l-.75")
+LOCAL = (
+    "seq-mean-token-mean",
+    "group-mean-token-mean",
+    "balanced",
+    "leave-one-out",
+    "constant",
+    "delta-l-1",
+    "delta-l-.75",
+)
 """Rules whose ℓ̄ in a group depends on that group alone (and on a constant): an update may hold any number of groups."""
 
 BURN_IN = 30

@@ -2,7 +2,8 @@
 
 import typer
 
-from studies.miniature.runner import StudyError, results_path, run_stage
+from studies.jobs import StudyError
+from studies.miniature.runner import results_path, run_stage
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -32,6 +32,7 @@ class Shape:
     width: int = 40
     layers: int = 2
     heads: int = 2
+    head_bias: bool = True
 
 
 class Block(nn.Module):
@@ -67,7 +68,7 @@ class Model(nn.Module):
         self.position = nn.Embedding(positions, self.shape.width)
         self.blocks = nn.ModuleList(Block(self.shape) for _ in range(self.shape.layers))
         self.norm = nn.LayerNorm(self.shape.width)
-        self.head = nn.Linear(self.shape.width, len(CHARACTERS))
+        self.head = nn.Linear(self.shape.width, len(CHARACTERS), bias=self.shape.head_bias)
         for table in (self.character, self.position):
             nn.init.normal_(table.weight, std=0.1)
 

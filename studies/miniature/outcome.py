@@ -1,7 +1,7 @@
 """From rows to estimates: paired differences, intervals, corrected p-values, verdicts.
 
-Intervals are percentile intervals of a stratified bootstrap over seeds (`verl_ba.tools.analysis.estimate`): every cell draws its
-own seeds, and the rules of a cell are drawn together, since they are paired by seed. p-values are of the sign-flip
+Intervals are percentile intervals of a stratified bootstrap over seeds (`verl_ba.tools.analysis.estimate`): every cell draws
+its own seeds, and the rules of a cell are drawn together, since they are paired by seed. p-values are those of the sign-flip
 permutation test of the paired differences, two-sided, corrected after Holm over the family of comparisons. An interval is
 pointwise; a verdict of a family asks for both.
 """

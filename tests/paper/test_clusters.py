@@ -372,6 +372,7 @@ def real_ray():
     command += ["--num-gpus=2", "--num-cpus=10", "--dashboard-agent-listen-port=0", "--disable-usage-stats"]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"http://127.0.0.1:{port}"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
     for line in process.stdout:
         if "block forever" in line:
             break
@@ -398,7 +399,9 @@ def test_a_ray_job_trains_with_the_uploaded_package(real_ray, tmp_path):
     command = ["bash", str(LAUNCH), "demo", "balanced", "--via", "ray", *overrides]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    job_id = re.search(r"^job (\S+); log: ray job logs", result.stdout, re.M)[1]
+    job = re.search(r"^job (\S+); log: ray job logs", result.stdout, re.M)
+    assert job, result.stdout
+    job_id = job[1]
     jobs = [sys.executable, "-m", "ray.scripts.scripts", "job"]
     subprocess.run([*jobs, "logs", "--follow", job_id], env=environment, stdout=subprocess.DEVNULL, timeout=600)
     log = subprocess.run([*jobs, "logs", job_id], env=environment, capture_output=True, text=True, timeout=60).stdout

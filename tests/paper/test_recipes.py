@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from recipes import manifest, plan
-from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
+from recipes import manifest, plan, runs
+from verl_ba.tools.analysis.modes import ALIASES, in_full, short
+from verl_ba.tools.analysis.modes import ARM_MODES as ARMS
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "config"
@@ -30,16 +30,15 @@ SMALL = ("1x4x80gb", "1x1x141gb")  # for the 1.7B model
 def composed():
     """Config of each combination, resolved, composed once."""
     configs = {}
-    with initialize_config_dir(str(CONFIG), version_base=None):
 
-        def get(recipe, arm="balanced", cluster="1x8x80gb", sharding="fsdp", *overrides):
-            key = (recipe, arm, cluster, sharding, *overrides)
-            if key not in configs:
-                chosen = [f"arm={arm}", f"cluster={cluster}", f"sharding={sharding}", *overrides]
-                configs[key] = compose(recipe, ["hydra.searchpath=[pkg://verl.trainer.config]", *chosen])
-            return configs[key]
+    def get(recipe, arm="balanced", cluster="1x8x80gb", sharding="fsdp", *overrides):
+        key = (recipe, arm, cluster, sharding, *overrides)
+        if key not in configs:
+            chosen = [f"arm={arm}", f"cluster={cluster}", f"sharding={sharding}", *overrides]
+            configs[key] = plan.compose(recipe, chosen)
+        return configs[key]
 
-        yield get
+    return get
 
 
 def leaves(config):
@@ -66,8 +65,57 @@ def test_arms_differ_in_one_key(composed, recipe):
     assert modes == ARMS
 
 
-def test_every_arm_is_known_to_the_comparison_of_runs():
-    assert {path.stem for path in (CONFIG / "arm").glob("*.yaml")} == set(ARMS)
+def test_the_arms_are_the_table_of_short_names():
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in (CONFIG / "arm").glob("*.yaml")}
+    assert {arm: file["actor_rollout_ref"]["actor"]["loss_agg_mode"] for arm, file in files.items()} == ARMS
+    assert {in_full(arm) for arm in ARMS} == set(ARMS.values())
+    assert set(ALIASES.values()) <= set(ARMS.values())
+
+
+@pytest.mark.parametrize("mode", ARMS.values())
+def test_an_arm_may_be_named_by_its_mode(composed, mode, tmp_path):
+    assert composed(RECIPES[0], mode) == composed(RECIPES[0], short(mode))
+    result = launch("recipes/launch.sh", RECIPES[0], mode, "--dry-run", RESULTS_DIR=str(tmp_path))
+    assert f"loss_agg_mode={mode}" in result.stderr
+    assert f" arm={short(mode)} " in result.stdout
+    assert str(runs.run_folder(RECIPES[0], mode, ["seed=3"], tmp_path)).endswith(f"/{short(mode)}-seed3")
+
+
+LINE = '{{"step": {}, "data": {{"actor/pg_loss": {}, "x": 1}}}}\n'
+
+
+def test_a_run_gives_its_training_steps_with_all_starts_merged(tmp_path):
+    run = runs.Run(tmp_path)
+    assert run.steps() == []
+    (tmp_path / "metrics").mkdir()
+    validation = '{"step": 0, "data": {"val-core/a": 0.5}}\n'
+    (tmp_path / "metrics" / "1.jsonl").write_text(validation + LINE.format(1, 1.0) + LINE.format(2, 2.0))
+    (tmp_path / "metrics" / "2.jsonl").write_text(LINE.format(2, 3.0) + LINE.format(3, "null") + LINE.format(4, 4)[:20])
+    with pytest.raises(runs.runs.RunError, match=r"2.jsonl:3: expected a line"):
+        run.steps()
+    # step 3: a number that is not finite is not read, and nothing else of it is the actor's
+    assert [step["actor/pg_loss"] for step in run.steps(running=True)] == [1.0, 3.0]
+    assert run.logged(running=True)[0] == {"val-core/a": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo the end; exit 3", r"exit status 3(.|\n)*the end"),
+        ("echo only two", r"2 of 3 steps(.|\n)*only two"),
+        ("sleep 60", "stopped after its time"),
+    ],
+)
+def test_a_run_that_fails_says_so_with_the_end_of_its_log(tmp_path, monkeypatch, script, message):
+    (tmp_path / "launch.sh").write_text(f"""
+mkdir -p "$RESULTS_DIR/x/metrics"
+printf '%s\\n' '{LINE.format(1, 0).strip()}' '{LINE.format(2, 0).strip()}' >"$RESULTS_DIR/x/metrics/1.jsonl"
+{script}
+""")
+    monkeypatch.setattr(runs, "HERE", tmp_path)
+    arguments = [f"run_dir={tmp_path / 'x'}"]
+    with pytest.raises(runs.RunFailed, match=message):
+        runs.launch("demo", "token", arguments, results=tmp_path, log=tmp_path / "log", steps=3, timeout=3)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -121,7 +169,9 @@ def test_the_reward_is_this_packages_and_verl_can_load_it(composed):
     from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
     config = composed(RECIPES[0])
-    score = get_custom_reward_fn(config)(
+    scorer = get_custom_reward_fn(config)
+    assert scorer is not None
+    score = scorer(
         data_source="math500", solution_str=r"so \boxed{\frac12}", ground_truth=r"\frac{1}{2}", extra_info={}
     )
     assert score["score"] == 1.0
@@ -258,6 +308,7 @@ def test_a_manifest_keeps_every_start_and_says_what_changed(composed, tmp_path, 
     data = tmp_path / "d.parquet"
     data.write_bytes(b"rows")
     config = OmegaConf.create(OmegaConf.to_container(composed(RECIPES[0]), resolve=True))
+    assert isinstance(config, DictConfig)
     config.run_dir, config.data.train_files, config.data.val_files = str(tmp_path / "run"), str(data), [str(data)]
     path = manifest.write(config, RECIPES[0], ["arm=balanced"])
     assert manifest.metrics_file(config).name == "2.jsonl"

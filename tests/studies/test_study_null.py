@@ -8,11 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from studies import null_length_bias, simulated
+from studies import _results, null_length_bias, simulated
 from studies.rules import RULES, Batch, fit
 from studies.simulated import LOCAL, LONG, P_LONG, SHORT, Setting, draw, enumerate_groups, exact, mean_with_control
 
-UNBIASED = ("sequence", "token", "doubly-balanced")
+UNBIASED = ("seq-mean-token-mean", "group-mean-token-mean", "doubly-balanced")
 KS = range(1, 8)
 
 
@@ -47,7 +47,7 @@ def naive_push(size: int, k: int) -> float:
             own = [length[j] for j in range(size) if reward[j] == reward[i]]
             advantage = (reward[i] - k / size) / std
             total += chance * advantage * (long[i] - P_LONG) / np.mean(own) / size
-    return total * (LONG * P_LONG + SHORT * (1 - P_LONG))
+    return float(total * (LONG * P_LONG + SHORT * (1 - P_LONG)))
 
 
 def test_the_enumeration_is_the_sum_over_every_outcome():
@@ -176,16 +176,14 @@ def test_the_command_writes_tables_numbers_and_figure_and_the_tables_come_back_f
     result = CliRunner().invoke(app, ["--out", str(tmp_path), "--scale", "0.02"])
     assert result.exit_code == 0, result.output
     numbers = (tmp_path / "results" / "null_length_bias.json").read_text()
-    read = null_length_bias.from_json(numbers)
-    assert null_length_bias.to_json(read) == numbers
+    read = _results.from_json(numbers)
+    assert _results.to_json(read) == numbers
     assert null_length_bias.table_markdown(read) == (tmp_path / "results" / "null_length_bias.md").read_text()
     assert (tmp_path / "figures" / "null_length_bias.png").stat().st_size > 10_000
 
 
 def test_the_committed_numbers_are_those_of_the_enumeration():
-    committed = null_length_bias.from_json(
-        (null_length_bias.HERE / "results" / f"{null_length_bias.NAME}.json").read_text()
-    )
+    committed = _results.committed(null_length_bias.NAME)
     for size, by_rule in committed["two_point"].items():
         again = null_length_bias.two_point(size, 0, np.random.default_rng(0), lambda: None)
         for rule, by_k in again.items():

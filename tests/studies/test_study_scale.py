@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from studies import scale
+from studies import _results, scale
 from studies.rules import RULES
 from studies.simulated import Mean, Setting, assemble, draw, mean_lengths
 from verl_ba.metrics import balance_metrics
@@ -50,9 +50,9 @@ def test_tilt_and_starving_are_the_analysers():
     quartiles = np.quantile(update.batch.length.numpy(), [0.25, 0.75])
     rules = [name for name, rule in RULES.items() if rule.mode and name != "constant"]
     for rule, mean_length in mean_lengths(update, rules, {rule: {} for rule in rules}).items():
-        mode = RULES[rule].mode
+        mode = RULES[rule].mode or rule
         metrics = balance_metrics(
-            update.batch.length, update.batch.group, update.batch.sign, update.advantage, active_mode=mode
+            update.batch.length, update.batch.group, update.batch.sign, update.advantage.tolist(), active_mode=mode
         )
         assert scale.tilt(update, mean_length) == pytest.approx(metrics[f"balance/{mode}/tilt"], abs=1e-12)
         starving = scale.starving(update, mean_length, quartiles)
@@ -107,12 +107,12 @@ def test_a_run_is_placed_and_the_model_gives_what_was_measured(report, tmp_path)
     run = scale.read_report(report)
     found = scale.place(run, updates=100)
     assert set(found) == set(RULES)
-    for rule in ("sequence", "token", "batch-token", "balanced"):
-        for name, estimate in run.measured[RULES[rule].mode].items():
+    for rule in ("seq-mean-token-mean", "group-mean-token-mean", "token-mean", "balanced"):
+        for name, estimate in run.measured[rule].items():
             assert scale._agrees(found[rule][name], estimate), (rule, name)
     sentences = scale.run_sentences(run, found)
-    assert any(s.startswith("token: moves") and "to the negatives" in s for s in sentences)
-    assert any(s.startswith("sequence: pushes shorter") for s in sentences)
+    assert any(s.startswith("group-mean-token-mean: moves") and "to the negatives" in s for s in sentences)
+    assert any(s.startswith("seq-mean-token-mean: pushes shorter") for s in sentences)
     assert any(s.startswith("balanced: pushes shorter") for s in sentences)
     assert not any("does not give what was measured" in s for s in sentences)
 
@@ -126,7 +126,7 @@ def test_a_run_that_the_model_does_not_describe_is_told_so(report, tmp_path):
     other.write_text(json.dumps(record))
     run = scale.read_report(other)
     sentences = scale.run_sentences(run, scale.place(run, updates=60))
-    assert "does not give what was measured in: batch-token tilt." in sentences[-1]
+    assert "does not give what was measured in: token-mean tilt." in sentences[-1]
 
 
 @pytest.mark.slow
@@ -160,11 +160,11 @@ def test_what_is_not_a_report_is_refused_by_name(report, tmp_path):
 
 
 def test_the_committed_maps_give_the_tables_that_lie_beside_them():
-    assert scale.table_markdown() == (scale.HERE / "results" / "scale.md").read_text()
+    assert scale.table_markdown() == (_results.HERE / "results" / "scale.md").read_text()
 
 
 def test_in_the_committed_maps_balanced_pushes_away_from_the_rarer_sign_and_the_token_modes_tilt():
-    maps = scale._committed()
+    maps = _results.committed(scale.NAME)
     for accuracy, by_size in maps["accuracy_size"].items():
         for size, by_rule in by_size.items():
             push = by_rule["balanced"]["push"]
@@ -172,4 +172,6 @@ def test_in_the_committed_maps_balanced_pushes_away_from_the_rarer_sign_and_the_
             assert abs(by_rule["balanced"]["tilt"].value) < 1e-6
     for gap, by_variation in maps["gap_variation"].items():
         for by_rule in by_variation.values():
-            assert gap == "1.0" or np.sign(by_rule["token"]["tilt"].value) == (1 if float(gap) > 1 else -1)
+            assert gap == "1.0" or np.sign(by_rule["group-mean-token-mean"]["tilt"].value) == (
+                1 if float(gap) > 1 else -1
+            )

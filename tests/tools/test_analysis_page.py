@@ -15,8 +15,9 @@ from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from verl_ba.tools.analysis import charts, page
-from verl_ba.tools.analysis.page import Figure, Section, Table
+from verl_ba.tools.analysis.page import Figure, Section
 from verl_ba.tools.cli import app
+from verl_ba.tools.table import Table
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """A page of `analyze` and one of `compare`."""
-    from test_analysis_rollouts import synthetic
+    from tests.tools.test_analysis_rollouts import synthetic
     from test_compare import VALIDATION, file_log
 
     folder = tmp_path_factory.mktemp("pages")
@@ -200,14 +201,14 @@ def undrawn(drawing):
 
 
 def test_overlapping_labels_are_seen():
-    with charts._axes() as (drawing, axes):
+    with charts.axes() as (drawing, axes):
         axes[0].text(0.5, 0.5, "one")
         axes[0].text(0.5, 0.5, "another")
     assert ("one", "another") in overlaps(drawing)
 
 
 def test_text_from_the_input_is_escaped():
-    with charts._axes() as (drawing, _):
+    with charts.axes() as (drawing, _):
         figure = Figure("f", drawing, 'alt "quoted" <b>')
     section = Section("<s>", ["<p & q>"], [figure], [Table(("a|b",), [("<i>",)])])
     text = page.html("<t>", "<u>", [section])

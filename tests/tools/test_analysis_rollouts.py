@@ -236,7 +236,11 @@ def test_a_step_of_a_dump_has_the_numbers_that_training_logs(tmp_path):
         rows = read.group_step[read.group] == step
         sign = np.sign(advantage[rows]).astype(int)
         live = balance_metrics(
-            read.length[rows].tolist(), read.group[rows].tolist(), sign, advantage[rows], active_mode="balanced"
+            read.length[rows].tolist(),
+            read.group[rows].tolist(),
+            sign.tolist(),
+            advantage[rows].tolist(),
+            active_mode="balanced",
         )
         for name, estimate in result.steps[step].items():
             assert estimate.value == pytest.approx(live[f"balance/{name}"], abs=1e-12), name

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def file_log(folder, name, scores, **more):
 
 def run_of(arm, seed, series):
     series = {key: {i: float(v) for i, v in enumerate(values, 1)} for key, values in series.items()}
-    return Run(f"{arm}-seed{seed}", f"{arm}-seed{seed}.jsonl", arm, seed, None, series)
+    return Run(f"{arm}-seed{seed}", Path(f"{arm}-seed{seed}.jsonl"), arm, seed, None, series)
 
 
 # --------------------------------------------------------------------------------------------------------------------

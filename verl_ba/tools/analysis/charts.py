@@ -41,25 +41,25 @@ _STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def _axes(columns: int = 1, rows: int = 1, size: tuple[float, float] = (9, 3.6)):
+def axes(columns: int = 1, rows: int = 1, size: tuple[float, float] = (9, 3.6)):
     """A drawing and its axes, flat. No window and no global state: `Drawing` is not pyplot's."""
     with matplotlib.rc_context(_STYLE):
         drawing = Drawing(figsize=size, layout="constrained")
         yield drawing, drawing.subplots(rows, columns, squeeze=False).ravel()
 
 
-def _looks(names: Iterable[str], mode_of: Mapping[str, str | None] | None = None) -> dict[str, tuple]:
+def looks(names: Iterable[str], mode_of: Mapping[str, str | None] | None = None) -> dict[str, tuple]:
     """A look for every name: that of its mode, or one that no other name has taken."""
-    looks, spare = {}, [*MODE_LOOKS.values(), *_OTHER_LOOKS]
+    found, spare = {}, [*MODE_LOOKS.values(), *_OTHER_LOOKS]
     names = list(names)
     for name in names:
         look = MODE_LOOKS.get((mode_of or {}).get(name) or name)
         if look in spare:
-            looks[name] = look
+            found[name] = look
             spare.remove(look)
-    for i, name in enumerate(name for name in names if name not in looks):
-        looks[name] = spare[i % len(spare)] if spare else _OTHER_LOOKS[i % len(_OTHER_LOOKS)]
-    return looks
+    for i, name in enumerate(name for name in names if name not in found):
+        found[name] = spare[i % len(spare)] if spare else _OTHER_LOOKS[i % len(_OTHER_LOOKS)]
+    return found
 
 
 def _legend(axis, columns: int) -> None:
@@ -67,30 +67,30 @@ def _legend(axis, columns: int) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=columns, fontsize=9, handlelength=2.4)
 
 
-def _common_legend(drawing, axis, columns: int) -> None:
+def common_legend(drawing, axis, columns: int) -> None:
     """One legend for all axes, below them."""
     drawing.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)
 
 
 def weighing_overview(overall: Mapping[str, Any]) -> Figure:
     """The negatives' gradient share, and the weight of long responses' tokens, under each mode."""
-    panels = (
+    quantities = (
         ("gradient_share_negative", "Gradient weight of the negatives", "share of Σ|A|·w"),
         ("long_to_short", "A token of a long response", "weight, relative to a short one"),
     )
-    with _axes(columns=2, size=(9, 2.6)) as (drawing, axes):
-        for axis, (name, title, label) in zip(axes, panels, strict=True):
+    with axes(columns=2, size=(9, 2.6)) as (drawing, panels):
+        for axis, (name, title, label) in zip(panels, quantities, strict=True):
             for row, (mode, (colour, _, marker)) in enumerate(MODE_LOOKS.items()):
                 estimate = overall[f"{mode}/{name}"]
                 axis.plot([estimate.low, estimate.high], [row, row], color=colour, linewidth=2.5)
                 axis.plot(estimate.value, row, marker, color=colour, markersize=8)
             axis.set(title=title, xlabel=label, ylim=(len(MODE_LOOKS) - 0.5, -0.5))
             axis.set_yticks(range(len(MODE_LOOKS)), list(MODE_LOOKS))
-        axes[1].set_yticklabels([])
+        panels[1].set_yticklabels([])
         fair = overall["seq-mean-token-mean/gradient_share_negative"].value  # every response weighs 1 there
         if np.isfinite(fair):
-            axes[0].axvline(fair, color=INK, linewidth=1)
-        axes[1].axvline(1, color=INK, linewidth=1)
+            panels[0].axvline(fair, color=INK, linewidth=1)
+        panels[1].axvline(1, color=INK, linewidth=1)
     return Figure(
         "overview",
         drawing,
@@ -103,25 +103,25 @@ def weighing_overview(overall: Mapping[str, Any]) -> Figure:
 def weighing_steps(steps: Mapping[int, Mapping[str, Any]]) -> Figure:
     """The same two numbers, and the length gap, at each step."""
     x = list(steps)
-    with _axes(columns=3, size=(9, 3.4)) as (drawing, axes):
+    with axes(columns=3, size=(9, 3.4)) as (drawing, panels):
         for mode, (colour, line, _) in MODE_LOOKS.items():
-            for axis, name in zip(axes, ("gradient_share_negative", "long_to_short"), strict=False):
+            for axis, name in zip(panels, ("gradient_share_negative", "long_to_short"), strict=False):
                 values = [steps[step][f"{mode}/{name}"] for step in x]
                 axis.plot(x, [v.value for v in values], line, color=colour, linewidth=2, label=mode)
                 low, high = [v.low for v in values], [v.high for v in values]
                 if name == "gradient_share_negative" and mode in ("balanced", "token-mean"):
                     axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
         ratio = [steps[step]["length_gap/ratio"] for step in x]
-        axes[2].plot(x, [v.value for v in ratio], color=INK, linewidth=2)
-        axes[2].fill_between(x, [v.low for v in ratio], [v.high for v in ratio], color=FAINT, alpha=0.3, linewidth=0)
-        axes[2].axhline(1, color=INK, linewidth=1)
-        axes[0].set(title="Gradient weight, negatives", ylabel="share of Σ|A|·w")
-        axes[1].set(title="A token of a long response", ylabel="weight, relative to a short one")
-        axes[2].set(title="Length, negatives / positives", ylabel="ratio, mixed groups")
-        for axis in axes:
+        panels[2].plot(x, [v.value for v in ratio], color=INK, linewidth=2)
+        panels[2].fill_between(x, [v.low for v in ratio], [v.high for v in ratio], color=FAINT, alpha=0.3, linewidth=0)
+        panels[2].axhline(1, color=INK, linewidth=1)
+        panels[0].set(title="Gradient weight, negatives", ylabel="share of Σ|A|·w")
+        panels[1].set(title="A token of a long response", ylabel="weight, relative to a short one")
+        panels[2].set(title="Length, negatives / positives", ylabel="ratio, mixed groups")
+        for axis in panels:
             axis.set_xlabel("training step")
             axis.xaxis.get_major_locator().set_params(integer=True)
-        _common_legend(drawing, axes[0], 4)
+        common_legend(drawing, panels[0], 4)
     return Figure(
         "steps",
         drawing,
@@ -137,24 +137,24 @@ def weighing_lengths(
     decile_weight: Mapping[str, np.ndarray],
 ) -> Figure:
     """How long the responses of each sign are, and what a token weighs by the length of its response."""
-    with _axes(columns=2, size=(9, 3.8)) as (drawing, axes):
+    with axes(columns=2, size=(9, 3.8)) as (drawing, panels):
         for sign, name, colour, line in (
             (1, "positive", SERIES[0], "-"),
             (-1, "negative", SERIES[1], "--"),
             (0, "zero", FAINT, ":"),
         ):
             if counts[sign].sum():
-                axes[0].stairs(
+                panels[0].stairs(
                     counts[sign] / counts[sign].sum(), edges, color=colour, linestyle=line, linewidth=2, label=name
                 )
-        axes[0].set(
+        panels[0].set(
             title="Lengths, by sign of the advantage",
             xlabel="response length [tokens]",
             ylabel="share of its sign's responses",
         )
-        _legend(axes[0], 3)
+        _legend(panels[0], 3)
         for mode, (colour, line, marker) in MODE_LOOKS.items():
-            axes[1].plot(
+            panels[1].plot(
                 decile_length,
                 decile_weight[mode],
                 color=colour,
@@ -163,13 +163,13 @@ def weighing_lengths(
                 markersize=4,
                 label=mode,
             )
-        axes[1].set(
+        panels[1].set(
             title="What a token weighs",
             xlabel="response length [tokens], mean of each tenth",
             ylabel="weight over the batch's mean",
             ylim=(0, None),
         )
-        _legend(axes[1], 2)
+        _legend(panels[1], 2)
     return Figure(
         "lengths",
         drawing,
@@ -192,12 +192,12 @@ def comparison_curves(comparison: Comparison) -> Figure:
     keys = list(comparison.curves)
     columns = 2 if len(keys) == 4 else min(3, len(keys))
     rows = -(-len(keys) // columns)
-    looks = _looks([arm.name for arm in comparison.arms], {arm.name: arm.mode for arm in comparison.arms})
-    with _axes(columns, rows, size=(9, 2.9 * rows + 0.3)) as (drawing, axes):
-        for axis, key in zip(axes, keys, strict=False):
+    look_of = looks([arm.name for arm in comparison.arms], {arm.name: arm.mode for arm in comparison.arms})
+    with axes(columns, rows, size=(9, 2.9 * rows + 0.3)) as (drawing, panels):
+        for axis, key in zip(panels, keys, strict=False):
             floor = _NO_LOSS if key == POLICY_LOSS else -np.inf
             for arm, curve in comparison.curves[key].items():
-                colour, line, _ = looks[arm]
+                colour, line, _ = look_of[arm]
                 mean, low, high = (np.maximum(v, floor) for v in (curve.mean, curve.low, curve.high))
                 axis.plot(curve.steps, mean, color=colour, linestyle=line, linewidth=2, label=arm)
                 axis.fill_between(curve.steps, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -206,9 +206,9 @@ def comparison_curves(comparison: Comparison) -> Figure:
             if key == POLICY_LOSS:
                 axis.set_yscale("log")
             axis.xaxis.get_major_locator().set_params(integer=True)
-        for axis in axes[len(keys) :]:
+        for axis in panels[len(keys) :]:
             axis.set_visible(False)
-        _common_legend(drawing, axes[0], 6)
+        common_legend(drawing, panels[0], 6)
     seeds = max(len(arm.seeds) for arm in comparison.arms)
     bands = "Bands: 95% bootstrap intervals over seeds, step by step." if seeds > 1 else "One seed an arm: no bands."
     loss = f" A loss of 0 is drawn at {_NO_LOSS:.0e}." if POLICY_LOSS in keys else ""
@@ -218,8 +218,8 @@ def comparison_curves(comparison: Comparison) -> Figure:
 
 def comparison_differences(comparison: Comparison) -> Figure:
     """The paired differences at the last step, with intervals."""
-    with _axes(size=(9, 1.3 + 0.42 * len(comparison.pairs))) as (drawing, axes):
-        axis = axes[0]
+    with axes(size=(9, 1.3 + 0.42 * len(comparison.pairs))) as (drawing, panels):
+        axis = panels[0]
         for row, pair in enumerate(comparison.pairs):
             mean = pair.difference[0]
             axis.plot([mean.low, mean.high], [row, row], color=SERIES[0], linewidth=2.5)

@@ -125,6 +125,7 @@ def _need_extra() -> None:
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
     except ImportError as error:
         _fail(f"{error.name} is not installed. Run: pip install 'verl-ba[analysis]'")
 

@@ -1,12 +1,13 @@
-"""A number with its interval, and the stratified bootstrap over seeds that gives it."""
+"""A number with its interval, and the stratified bootstrap over seeds that gives it (scipy's)."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-_BOUNDS = (0.025, 0.975)
+_BATCH = 500  # resamples that are held at once
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,34 @@ class Bootstrap:
         """
         if len(scores) == 1:
             return [Estimate(float(value)) for value in function(scores)]
-        drawn = np.random.default_rng(self.seed).integers(len(scores), size=(self.resamples, *scores.shape[:2]))
-        further = drawn.reshape(*drawn.shape, *[1] * (scores.ndim - 2))
-        spread = function(np.take_along_axis(scores[None], further, axis=1))
-        low, high = np.quantile(spread, _BOUNDS, axis=0)
+        further = scores.ndim - 2
+
+        def statistic(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
+            """Of benchmarks [further…, resamples, seeds] as scipy drew them: [entries, resamples]."""
+            drawn = np.moveaxis(np.stack(benchmarks, axis=-1), range(further), range(-further, 0))
+            return np.moveaxis(function(drawn), -1, 0)
+
+        low, high = self._interval([scores[:, i] for i in range(scores.shape[1])], statistic)
         return [Estimate(*map(float, numbers)) for numbers in zip(function(scores), low, high, strict=True)]
 
     def bands(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Bounds of the mean over seeds of values [seeds, steps], step by step; nan for one seed."""
-        seeds, steps = values.shape
-        if seeds == 1:
-            return np.full(steps, np.nan), np.full(steps, np.nan)
-        share = (
-            np.random.default_rng(self.seed).multinomial(seeds, np.full(seeds, 1 / seeds), size=self.resamples) / seeds
+        if len(values) == 1:
+            return np.full(values.shape[1], np.nan), np.full(values.shape[1], np.nan)
+        return self._interval([values], np.mean)
+
+    def _interval(self, samples: list[np.ndarray], statistic: Any) -> tuple[np.ndarray, np.ndarray]:
+        from scipy.stats import bootstrap  # takes a second to import
+
+        found = bootstrap(
+            samples,
+            statistic,
+            axis=0,
+            paired=False,
+            vectorized=True,
+            method="percentile",
+            n_resamples=self.resamples,
+            batch=_BATCH,
+            rng=np.random.default_rng(self.seed),
         )
-        low, high = np.quantile(share @ values, _BOUNDS, axis=0)
-        return low, high
+        return found.confidence_interval

@@ -13,6 +13,8 @@ from typing import Any
 
 import jinja2
 
+from verl_ba.tools.table import Table
+
 INK, FAINT = "#1b1b1a", "#8a8984"
 SERIES = ("#0067b1", "#d1570b", "#007d5b", "#b0569a", "#7a6100", "#5b5b58")
 """Colours of series: after Okabe and Ito, for colour-blind readers; line styles and markers tell them apart in grey."""
@@ -28,18 +30,6 @@ DARK = {
     SERIES[5]: "#b9b8b2",
 }
 _VARIABLE = {colour: f"--c{i}" for i, colour in enumerate(DARK)}
-
-
-@dataclass(frozen=True)
-class Table:
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-
-    def markdown(self) -> str:
-        lines = [self.header, ["---"] * len(self.header), *self.rows]
-        text = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-        return f"{text}\n\n{self.caption}\n" if self.caption else f"{text}\n"
 
 
 @dataclass(frozen=True)

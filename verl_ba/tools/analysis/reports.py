@@ -10,9 +10,10 @@ import numpy as np
 from verl_ba.aggregation import ALL_MODES
 from verl_ba.tools.analysis import charts, paper
 from verl_ba.tools.analysis.comparison import MEASURES, Comparison
-from verl_ba.tools.analysis.page import Section, Table
+from verl_ba.tools.analysis.page import Section
 from verl_ba.tools.analysis.rollouts import Problems, Rollouts
 from verl_ba.tools.analysis.weighing import Weighing
+from verl_ba.tools.table import Table
 
 _LABEL = 24  # characters of a uid or prompt in a table
 

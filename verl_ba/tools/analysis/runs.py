@@ -12,15 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-ARM_MODES = {
-    "balanced": "balanced",
-    "token": "group-mean-token-mean",
-    "sequence": "seq-mean-token-mean",
-    "verl-token": "token-mean",
-}
-"""Modes of the arms in `recipes/config/arm`; a test compares the two."""
+from verl_ba.tools.analysis.modes import ARM_MODES as ARM_MODES
+from verl_ba.tools.analysis.modes import MODES, in_full
 
-_MODES = tuple(ARM_MODES.values())
 _NAME = re.compile(r"(?P<arm>.+?)[-_]seed[-_=]?(?P<seed>\d+)")
 
 
@@ -76,7 +70,7 @@ def read_runs(paths: Sequence[Path], named: Sequence[tuple[str, Path]] = ()) -> 
 
 
 def _order(run: Run) -> int:
-    return _MODES.index(run.mode) if run.mode in _MODES else len(_MODES)
+    return MODES.index(run.mode) if run.mode in MODES else len(MODES)
 
 
 def _runs_at(path: Path) -> list[Run]:
@@ -102,14 +96,14 @@ def _runs_at(path: Path) -> list[Run]:
 def _kind(path: Path) -> str | None:
     if path.is_file():
         return {".jsonl": "file", ".wandb": "wandb"}.get(path.suffix)
-    if _starts(path):
+    if start_files(path):
         return "file"
     if any(path.glob("*.wandb")):
         return "wandb"
     return "tensorboard" if any(path.glob("events.out.tfevents.*")) else None
 
 
-def _starts(folder: Path) -> list[Path]:
+def start_files(folder: Path) -> list[Path]:
     """Metrics files of a run's folder as recipes/launch.sh makes it: one for each start, in order."""
     return sorted((folder / "metrics").glob("*.jsonl"), key=lambda path: (len(path.stem), path.stem))
 
@@ -121,11 +115,11 @@ def _read(path: Path) -> Run | None:
     if kind is None:
         return None
     if kind == "file":
-        folder, files = (path, _starts(path)) if path.is_dir() else (path.with_suffix(""), [path])
+        folder, files = (path, start_files(path)) if path.is_dir() else (path.with_suffix(""), [path])
         lines = (line for file in files for line in _file_lines(file))
-        name, config, series = folder.name, _hydra_config(folder), _collect(lines, path)
+        name, config, series = folder.name, hydra_config(folder), _collect(lines, path)
     elif kind == "tensorboard":
-        name, config, series = path.name, _hydra_config(path), _collect(_tensorboard_scalars(path), path)
+        name, config, series = path.name, hydra_config(path), _collect(_tensorboard_scalars(path), path)
     else:
         name, config, series = _read_wandb(path)
     match = _NAME.fullmatch(name)
@@ -136,7 +130,7 @@ def _read(path: Path) -> Run | None:
 
 
 def _mode_of(arm: str) -> str | None:
-    return ARM_MODES.get(arm, arm if arm in _MODES else None)
+    return in_full(arm) if in_full(arm) in MODES else None
 
 
 def _dig(tree: Any, *keys: str) -> Any:
@@ -145,7 +139,7 @@ def _dig(tree: Any, *keys: str) -> Any:
     return tree
 
 
-def _hydra_config(folder: Path) -> dict:
+def hydra_config(folder: Path) -> dict:
     """What Hydra wrote into the run's folder; {} without one."""
     path = folder / ".hydra" / "config.yaml"
     if not path.exists():
@@ -158,17 +152,41 @@ def _hydra_config(folder: Path) -> dict:
 def _collect(scalars: Iterable[tuple[int, str, Any]], path: Path) -> dict[str, dict[int, float]]:
     """Metric -> step -> value; of two values for one step the later counts, as after a resumption."""
     series: dict[str, dict[int, float]] = {}
-    for step, name, value in scalars:
-        if isinstance(value, int | float) and math.isfinite(value):  # verl's file logger writes nan as null
-            series.setdefault(name, {})[step] = float(value)
+    for step, name, value in _numbers(scalars):
+        series.setdefault(name, {})[step] = value
     if not series:
         raise RunError(f"{path}: no metrics in it; the run ended before its first step")
     return {name: dict(sorted(values.items())) for name, values in series.items()}
 
 
-def _file_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
+def read_steps(folder: Path, running: bool = False) -> dict[int, dict[str, float]]:
+    """Step -> the metrics that verl's file logger wrote for it, with all starts of the run merged; {} before the first.
+
+    Args:
+        running: the run may be writing now, so that a last line without its end is left out and not an error.
+
+    Raises:
+        RunError: a damaged line, or one that was cut.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for file in start_files(folder):
+        for step, name, value in _numbers(_file_lines(file, running)):
+            steps.setdefault(step, {})[name] = value
+    return dict(sorted(steps.items()))
+
+
+def _numbers(scalars: Iterable[tuple[int, str, Any]]) -> Iterator[tuple[int, str, float]]:
+    """Those that are numbers: verl's file logger writes nan as null."""
+    for step, name, value in scalars:
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield step, name, float(value)
+
+
+def _file_lines(path: Path, running: bool = False) -> Iterator[tuple[int, str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if running and not line.endswith(b"\n"):
+                return
             try:
                 record = json.loads(line)
                 step, data = record["step"], record["data"]
