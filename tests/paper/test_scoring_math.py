@@ -1,7 +1,7 @@
 """Answers against ground truths, the limits on hostile answers, and the contract with verl."""
 
 import csv
-import importlib
+import importlib.util
 import queue
 import subprocess
 import sys
@@ -27,6 +27,8 @@ def _children_give_up_soon():
         for _ in range(math.CHILDREN):
             math._children.put(math._Child())
         yield
+        while not math._children.empty():
+            math._children.get().stop()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=[f"{p['ground_truth']} | {p['response']}" for p in PAIRS])
@@ -62,7 +64,7 @@ def test_olympiadbench_allows_the_error_of_its_row(gold, answer, tolerance, expe
 
 
 @pytest.mark.parametrize("tolerance", ["small", "-1", "nan", "1e-2,1e-3,1e-4"])
-def test_a_tolerance_that_is_none_is_a_fault_of_the_data(tolerance):
+def test_a_tolerance_that_is_not_a_number_is_a_fault_of_the_data(tolerance):
     with pytest.raises(ValueError, match=r"olympiadbench: .* Build the data set again"):
         compute_score("olympiadbench", "\\boxed{1,2}", "1,3", {"tolerance": tolerance})
 
@@ -76,7 +78,7 @@ def test_an_answer_that_takes_for_ever_scores_0_in_bounded_time_and_the_next_is_
 
 
 def test_the_kernel_ends_a_child_that_is_stuck_and_another_takes_its_place(monkeypatch):
-    child = math._Child()
+    child = math._children.get()
     assert child.ask(["x+x", "2x", 0.0, 0.0])
     first = child._process
     assert first is not None
@@ -84,6 +86,7 @@ def test_the_kernel_ends_a_child_that_is_stuck_and_another_takes_its_place(monke
     assert first.poll() is not None
     assert first.returncode < 0  # by a signal
     assert child.ask(["x+x", "2x", 0.0, 0.0])
+    math._children.put(child)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_an_unknown_data_source_is_named_with_the_choices(source):
 
 
 @pytest.mark.parametrize("ground_truth", ["", "  ", None, 42])
-def test_a_ground_truth_that_is_none_is_a_fault_of_the_data(ground_truth):
+def test_an_empty_ground_truth_is_a_fault_of_the_data(ground_truth):
     with pytest.raises(ValueError, match=r"math500: the ground truth must be a string that is not empty, got"):
         compute_score("math500", "\\boxed{1}", ground_truth)
 
@@ -147,7 +150,7 @@ def test_a_ground_truth_that_is_none_is_a_fault_of_the_data(ground_truth):
 def test_a_missing_math_verify_is_named_with_its_extra(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name))
-    with pytest.raises(ImportError, match=r"pip install 'verl-ba\[scoring\]'"):
+    with pytest.raises(ImportError, match=r"in a checkout of verl_ba: pip install '\.\[paper\]'"):
         compute_score("math500", "\\boxed{a+b+c}", "c+b+a+0")
 
 

@@ -67,7 +67,7 @@ def data(
     try:
         from verl_ba.paper.data.build import Options, build
     except ModuleNotFoundError as error:
-        complain(f"{error.name} is not installed; run: pip install 'verl-ba[data]'")
+        complain(f"{error.name} is not installed; run, in a checkout of verl_ba: pip install '.[paper]'")
         raise typer.Exit(1) from error
     options = Options(out, folder, revision, unverified, drop_invalid, rebuild)
     failed = False

@@ -94,8 +94,8 @@ SOURCES = {
             rows_written=30,
             unique=True,
         ),
-        # Of the usual copies this one is a single file of 30 rows with plain integers as answers, and the one most often
-        # pinned; opencompass/AIME2025 (two files) writes one answer as 336^\circ.
+        # This copy is a single file of 30 rows with plain integers as answers, and it is pinned more often than the
+        # others; opencompass/AIME2025 (two files) writes one answer as 336^\circ.
         Source(
             name="aime25",
             repository="math-ai/aime25",

@@ -15,9 +15,9 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     """Return 1.0 for a right response, 0.0 for any other.
 
     data_source: one of MATH or CODE. solution_str: the response as text. ground_truth: the answer, or for code what
-    `verl_ba.paper.scoring.code.encode_tests` returns. extra_info: see `verl_ba.paper.scoring.math.score`. A response is never an
-    error; ValueError for an unknown data source or a ground truth that is none, which are faults of the data set, and
-    `verl_ba.paper.scoring.sandbox.SandboxError` or ImportError where something is not installed.
+    `verl_ba.paper.scoring.code.encode_tests` returns. extra_info: see `verl_ba.paper.scoring.math.score`. No response
+    raises an error. ValueError: the data source is unknown, or the ground truth is not a string or is empty; both are faults
+    of the data set. `verl_ba.paper.scoring.sandbox.SandboxError` or ImportError: something is not installed.
 
     Nothing is said here about length: overlong responses are the business of verl's reward managers.
     """

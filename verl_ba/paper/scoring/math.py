@@ -8,6 +8,7 @@ Most answers are settled here, by equal text or as numbers. The rest goes to mat
 (`verl_ba.paper.scoring.grader`) that the kernel ends when one answer takes too long; that answer scores 0.
 """
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -304,10 +305,16 @@ class _Child:
             line = ""
         if not line:
             self._process = None
-            process.stdout.close()
-            process.wait()
+            _close(process)
             return False
         return json.loads(line)
+
+    def stop(self) -> None:
+        """End the process, if one runs, and close the pipes to it; the next question starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            _close(process)
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -320,11 +327,20 @@ class _Child:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
             raise RuntimeError(
-                f"math-verify's process could not start: exit status {process.wait()}, its own words are on stderr. "
+                f"math-verify's process could not start: exit status {_close(process)}, its own words are on stderr. "
                 "Try: python -c 'import math_verify'"
             )
         self._process = process
         return process
+
+
+def _close(process: subprocess.Popen[str]) -> int:
+    """Close the pipes to a process that ends, and return its exit status."""
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(BrokenPipeError):  # a question that it no longer read
+            if pipe is not None:
+                pipe.close()
+    return process.wait()
 
 
 _children: queue.LifoQueue[_Child] = queue.LifoQueue()  # last in, first out: no more are started than are busy at once
@@ -336,7 +352,8 @@ for _ in range(CHILDREN):
 def _ask_child(gold: str, answer: str, relative: float, absolute: float) -> bool:
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
-            "this answer needs math-verify, which is not installed. Run, on every node: pip install 'verl-ba[scoring]'"
+            "this answer needs math-verify, which is not installed. Run on every node, in a checkout of verl_ba: "
+            "pip install '.[paper]'"
         )
     child = _children.get()
     try:
