@@ -23,6 +23,7 @@ OFF = "verl_cpu"  # VERL_USE_EXTERNAL_PLUGINS: the CPU platform stays, verl_ba's
 
 
 @pytest.mark.trainer
+@pytest.mark.deep
 def test_configuration_alone_loads_it_in_every_process(prepared, tmp_path):
     overrides = (
         "actor_rollout_ref.actor._target_=verl_ba.actor.FSDPActorConfig",
