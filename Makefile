@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-trainer test-versions patches-apply patches-check patches-refresh \
+.PHONY: help setup demo test test-fast test-all test-versions patches-apply patches-check patches-refresh \
   recipes-check recipes-smoke lint format bench study study-screen study-verl study-quick study-null study-map doctor lock clean
 
 VENV := .venv
@@ -17,14 +17,15 @@ demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all
 	@$(PY) -m recipes.demo.run $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
-test: setup  ## the tests: two at a time, then verl's real trainer; `test-trainer` has more of it
+test: setup  ## the tests: two at a time, then one run of verl's real trainer of each kind
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
 	@$(PY) -m pytest -m "trainer and not deep"
 
 test-fast: setup  ## the tests that take no time, two at a time
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not slow"
 
-test-trainer: setup  ## every test of verl's real trainers on the CPU, those that `test` leaves out too (an hour)
+test-all: setup  ## every test, with every run of verl's real trainers on the CPU that `test` leaves out (an hour)
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
 	@$(PY) -m pytest -m trainer
 
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)

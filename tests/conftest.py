@@ -10,10 +10,13 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 @pytest.fixture(scope="session")
 def prepared():
-    """The demo's model and data; made once, in a minute."""
+    """The demo's model and data, made once, in a minute; and the server that runs fork from (recipes/cpu_site/prefork.py)."""
+    from recipes.cpu_site import prefork
     from recipes.demo.prepare import prepare
 
-    return prepare(RECIPES.parent / ".cache")
+    paths = prepare(RECIPES.parent / ".cache")
+    with prefork.serve() as server:
+        yield paths | {"prefork": server}
 
 
 @pytest.fixture(scope="module")

@@ -5,5 +5,10 @@ and the garbage collector's default threshold makes it scan them again and again
 """
 
 import gc
+import os
 
 gc.set_threshold(50_000, 20, 100)
+if os.environ.get("VERL_CPU_PREFORK"):  # a process that has imported the large libraries already takes over
+    import prefork
+
+    prefork.ask(os.environ["VERL_CPU_PREFORK"])

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from recipes.cpu_site import prefork
 from recipes.demo import summary
 from recipes.demo.prepare import console, prepare
 from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
@@ -30,7 +31,14 @@ class RunFailed(RuntimeError):
 
 
 def train(
-    config: str, arm: str, paths: dict[str, Path], results: Path, seed: int, steps: int | None, overrides: list[str]
+    config: str,
+    arm: str,
+    paths: dict[str, Path],
+    results: Path,
+    seed: int,
+    steps: int | None,
+    overrides: list[str],
+    server: str,
 ) -> None:
     """Run one arm, showing its progress; its log, metrics and rollouts go below `results`."""
     log_file, folder = metrics_file(results, config, arm, seed), run_folder(results, config, arm, seed)
@@ -50,6 +58,7 @@ def train(
         *overrides,
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results.resolve()), "PYTHON": sys.executable}
+    environment[prefork.VARIABLE] = server
     total = steps or config_steps(config)
     if not console.is_terminal:
         console.print(f"{arm:>10}: {total} steps, log in {folder / 'train.log'}", highlight=False)
@@ -144,12 +153,13 @@ def main(
     start = time.monotonic()
     try:
         paths = prepare(cache, model)
-        for arm in chosen:
-            finished = len(summary.read_steps(metrics_file(results, config, arm, seed)))
-            if resume and finished == (steps or config_steps(config)):
-                console.print(f"{arm:>10}: kept, {finished} steps")
-            else:
-                train(config, arm, paths, results, seed, steps, overrides or [])
+        with prefork.serve() as server:  # the arms' processes fork from one that has imported the libraries
+            for arm in chosen:
+                finished = len(summary.read_steps(metrics_file(results, config, arm, seed)))
+                if resume and finished == (steps or config_steps(config)):
+                    console.print(f"{arm:>10}: kept, {finished} steps")
+                else:
+                    train(config, arm, paths, results, seed, steps, overrides or [], server)
     except (FileNotFoundError, RunFailed) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False)
         raise typer.Exit(1) from None

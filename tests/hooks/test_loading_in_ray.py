@@ -23,6 +23,7 @@ OFF = "verl_cpu"  # VERL_USE_EXTERNAL_PLUGINS: the CPU platform stays, verl_ba's
 
 
 @pytest.mark.trainer
+@pytest.mark.deep
 def test_configuration_alone_loads_it_in_every_process(prepared, tmp_path):
     overrides = (
         "actor_rollout_ref.actor._target_=verl_ba.actor.FSDPActorConfig",
@@ -38,7 +39,9 @@ def started_ray(prepared, tmp_path):
     python, variables = tmp_path / "python", tmp_path / "variables"  # launch.sh's interpreter: it notes its environment
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec env -0 >{variables}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    launch(prepared, tmp_path / "noted", "balanced", PYTHON=str(python), VERL_USE_EXTERNAL_PLUGINS=OFF)
+    launch(
+        prepared, tmp_path / "noted", "balanced", PYTHON=str(python), VERL_USE_EXTERNAL_PLUGINS=OFF, VERL_CPU_PREFORK=""
+    )
     environment = dict(line.split("=", 1) for line in variables.read_text().split("\0") if line)
 
     ports = free_ports(2)

@@ -219,7 +219,6 @@ def hooked(tmp_path_factory) -> Path:
 
 
 @pytest.mark.trainer
-@pytest.mark.deep
 def test_the_real_trainer_in_a_patched_verl_is_zero_on_policy_without_the_plugin(prepared, tmp_path):
     from tests.support.trainer_run import launch, pg_losses
 

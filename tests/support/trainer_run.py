@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recipes.cpu_site import prefork
 from tests.support import reference
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ def command_and_environment(prepared, results, arm, overrides, variables) -> tup
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
     environment["PYTHONPATH"] = str(ROOT)
+    environment[prefork.VARIABLE] = prepared["prefork"]
     environment.update(variables)
     return command, environment
 
@@ -178,7 +180,7 @@ class Started:
 @contextlib.contextmanager
 def start_with_probe(prepared, folder, results, arm, *overrides):
     """Start a run; whatever is left of it at the end is killed."""
-    variables = probe_variables(folder)
+    variables = probe_variables(folder) | {prefork.VARIABLE: ""}  # processes of its own, to find and to kill
     command, environment = command_and_environment(prepared, results, arm, overrides, variables)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)

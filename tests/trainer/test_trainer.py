@@ -24,6 +24,7 @@ def test_v1_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
     assert all(step[f"balance/entropy/{sign}"] > 0 for step in steps for sign in ("negative", "positive"))
 
 
+@pytest.mark.deep
 def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
     """The control: the same check can fail. And verl's own modes log the same numbers."""
     result, steps = launch(prepared, tmp_path, "verl-token")
@@ -49,6 +50,7 @@ def test_v1_trainer_token_mean_is_not_zero_on_policy(prepared, tmp_path):
                 "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
             ),
             id="v1-fsdp2-fixed-micro-batches",
+            marks=pytest.mark.deep,
         ),
         pytest.param(
             ("trainer.use_v1=False", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"),
@@ -65,6 +67,7 @@ def test_balanced_is_zero_on_policy_beside_a_kl_term(prepared, tmp_path, overrid
     check_parts_by_sign(steps)
 
 
+@pytest.mark.deep
 def test_v1_trainer_takes_advantages_that_change_sign_within_a_response(prepared, tmp_path):
     """Discounting: early tokens of a right answer fall below the mean. sapo, whose aggregation is ours, on top."""
     result, steps = launch(
@@ -88,7 +91,11 @@ def test_v1_trainer_takes_advantages_that_change_sign_within_a_response(prepared
     ("override", "message"),
     [
         ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "policy_loss.loss_mode=geo_mean cannot follow"),
-        ("actor_rollout_ref.actor.loss_agg_mode=balenced", "loss_agg_mode='balenced' is not a loss aggregation mode"),
+        pytest.param(
+            "actor_rollout_ref.actor.loss_agg_mode=balenced",
+            "loss_agg_mode='balenced' is not a loss aggregation mode",
+            marks=pytest.mark.deep,
+        ),
     ],
 )
 def test_a_refused_run_ends_before_ray_starts(prepared, tmp_path, override, message):

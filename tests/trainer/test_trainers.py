@@ -48,6 +48,7 @@ def check_run(result, steps, updates, on_policy: bool) -> None:
         assert max(losses) <= 1e-6
 
 
+@pytest.mark.deep
 def test_colocate_async_with_dynamic_sampling(prepared, tmp_path):
     """A batch is ahead, but log-probabilities are taken anew before each update, so the ratio is 1.
 
@@ -144,6 +145,7 @@ def test_fully_async_policy_with_an_overlong_penalty(prepared, tmp_path):
     assert any(len(update.advantages(uid)) > 2 for update in updates for uid in update.groups)
 
 
+@pytest.mark.deep
 def test_sessions_of_several_rows_with_failures_and_different_n(prepared, tmp_path):
     """Two-turn rollouts (agent_loops.py): rows of one session are one response. Then padding fills the second mini-batch.
 
