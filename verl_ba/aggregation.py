@@ -29,7 +29,7 @@ __all__ = ["ALL_MODES", "MODES", "SIGNS", "Labels", "aggregate", "pool_mean_leng
 MODES = ("balanced", "group-mean-token-mean")
 """The modes that this package adds to verl's own."""
 
-_VERLS: dict[str, MeanLength] = {
+VERLS_MODES: dict[str, MeanLength] = {
     "seq-mean-token-mean": lambda count_is, group: mean_length_of_pools(
         count_is, torch.arange(len(group))[:, None].expand_as(count_is)
     ),
@@ -37,8 +37,9 @@ _VERLS: dict[str, MeanLength] = {
         count_is, torch.zeros(1, 1, dtype=torch.int64).expand_as(count_is)
     ),
 }
+"""Two modes of verl's own as functions of the kind that `register_loss_agg` takes; verl itself computes them otherwise."""
 
-ALL_MODES = (*MODES, *_VERLS)
+ALL_MODES = (*MODES, *VERLS_MODES)
 """The four modes that are compared everywhere; the last two exist in verl already."""
 
 
@@ -111,7 +112,7 @@ def pool_mean_length_by_sign(
     Raises:
         ValueError: unknown mode, arguments of different lengths, or a negative count.
     """
-    mean_length = LOSS_AGG_REGISTRY.get(mode) or _VERLS.get(mode)
+    mean_length = LOSS_AGG_REGISTRY.get(mode) or VERLS_MODES.get(mode)
     if mean_length is None:
         raise ValueError(
             f"mode: expected one of {', '.join(dict.fromkeys((*ALL_MODES, *LOSS_AGG_REGISTRY)))}; got {mode!r}"

@@ -75,7 +75,7 @@ RELEASES = (
         layouts=("padded", "nested"),
         entry_points=True,
         global_critic=True,
-        ran=f"{_CONTRACT}; verl's real trainers on the CPU (`make test-trainer`)",
+        ran=f"{_CONTRACT}; verl's real trainers on the CPU (`make test-all`)",
     ),
 )
 """Every supported release, oldest first. Another one is refused, not guessed at."""

@@ -2,14 +2,14 @@
 
 import collections
 import inspect
-import sys
 from dataclasses import dataclass
 
 import pytest
 import verl  # noqa: F401  loads the plugin, as in any verl process
 
 from tests.support import random_batches
-from verl_ba import aggregation, hooks
+from verl_ba import aggregation, hooks, loss_agg
+from verl_ba.hooks import agg_loss, ppo_loss
 
 pytestmark = pytest.mark.slow
 
@@ -52,31 +52,29 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "signs and lengths are counted in the micro-batch",
-        "_column_in_global_batch_info",
-        "column = data[COLUMN]",
-        "column = batch_mean_length(config.loss_agg_mode, data, None)",
+        "loss_agg_info",
+        "mean_length = data[COLUMN]",
+        "mean_length = column(loss_agg_mode, gather(data))",
     ),
     Mutation(
         "signs and lengths are counted on each rank",
-        "gather_update",
-        "shares, rank = _all_gather(mine, group)",
+        "gather",
+        "shares, rank = all_gather(mine, dp_group)",
         "shares, rank = [mine], 0",
     ),
     Mutation(
         "every rank takes the first rank's rows",
-        "gather_update",
+        "gather",
         'start = sum(len(share["uid"]) for share in shares[:rank])',
         "start = 0",
     ),
     Mutation(
         "groups are taken by position",
-        "batch_mean_length",
-        "update.uid,",
-        "[i // 2 for i in range(len(update.uid))],",
+        "column",
+        'number("uid", update.uid)',
+        'number("uid", [i // 2 for i in range(len(update.uid))])',
     ),
-    Mutation(
-        "pools are batch-wide", "pool_mean_length_by_sign", "group[:, None] * len(SIGNS) +", "0 * group[:, None] +"
-    ),
+    Mutation("pools are batch-wide", "balanced_mean_length", "group[:, None] * len(SIGNS) +", "0 * group[:, None] +"),
     Mutation(
         "the data-parallel factor is lost", "aggregate", "sum() / num_responses * dp_size", "sum() / num_responses"
     ),
@@ -94,13 +92,13 @@ MUTATIONS = (
     ),
     Mutation(
         "empty responses count",
-        "pool_mean_length_by_sign",
+        "mean_length_of_pools",
         "share_is = count_is / count_is.sum(1, keepdim=True).clamp(min=1)",
         "share_is = torch.where(count_is.any(1, keepdim=True), count_is / count_is.sum(1, keepdim=True), 1 / 3)",
     ),
     Mutation(
         "padding rows count as rows",
-        "pool_mean_length_by_sign",
+        "mean_length_of_rows",
         "max(1, int(count_BS.any(1).sum()))",
         "len(count_BS)",
     ),
@@ -115,7 +113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "zero is merged into negative",
-        "pool_mean_length_by_sign",
+        "balanced_mean_length",
         "+ torch.arange(len(SIGNS))",
         "+ torch.tensor([0, 0, 2])",
     ),
@@ -125,39 +123,39 @@ MUTATIONS = (
         "1 + (advantage_BT > 0).long() - (advantage_BT < 0).long()",
         "2 * (advantage_BT > 0).long()",
     ),
-    Mutation("sessions are ignored", "gather_update", "session or None", "None"),
+    Mutation("sessions are ignored", "gather", "session or None", "None"),
     Mutation(
         "a session number means the same session in every group",
-        "pool_mean_length_by_sign",
-        "_renumber(group * (int(session.max()) + 1) + session)",
-        "session",
+        "response_of_row",
+        "_renumber(group_B * sessions + session_B)",
+        "session_B",
     ),
-    Mutation("the sum rule over the rows of sessions is lost", "pool_mean_length_by_sign", "* scale", ""),
+    Mutation("the sum rule over the rows of sessions is lost", "mean_length_of_rows", "* scale", ""),
     Mutation(
         "a share is taken of the tokens of the sign, not of the whole response",
-        "pool_mean_length_by_sign",
+        "mean_length_of_pools",
         "count_is / count_is.sum(1, keepdim=True).clamp(min=1)",
         "(count_is > 0).double()",
     ),
     Mutation(
         "a response of both signs gets one number per row",
-        "batch_mean_length",
+        "column",
         "(mean_length_B if one_number_per_row else mean_length_BS)",
         "mean_length_B",
     ),
     Mutation(
         "a response has the sign of its sum",
-        "batch_mean_length",
-        "mean_length_BS = pool_mean_length_by_sign(mode, update.count_BS,",
+        "column",
+        "mean_length_BS = mean_length_of_rows(LOSS_AGG_REGISTRY[loss_agg_mode], update.count_BS,",
         "count_BS = update.count_BS\n"
         "    sign = (count_BS[:, 2] - count_BS[:, 0]).sign()\n"
         "    count_BS = torch.eye(3)[sign.long() + 1] * count_BS.sum(1, keepdim=True)\n"
-        "    mean_length_BS = pool_mean_length_by_sign(mode, count_BS,",
+        "    mean_length_BS = mean_length_of_rows(LOSS_AGG_REGISTRY[loss_agg_mode], count_BS,",
     ),
-    Mutation("lengths are float32", "pool_mean_length_by_sign", "(tokens / responses)", "(tokens / responses).float()"),
+    Mutation("lengths are float32", "mean_length_of_pools", "(tokens / responses)", "(tokens / responses).float()"),
     Mutation(
         "pools average over responses weighted by length",
-        "pool_mean_length_by_sign",
+        "mean_length_of_pools",
         "weights=v.flatten()) for v in (count_is, share_is)",
         "weights=v.flatten()) for v in (count_is * count_is, count_is)",
     ),
@@ -166,14 +164,14 @@ MUTATIONS = (
 
 def mutate(monkeypatch, mutation: Mutation) -> None:
     """Replace one line of a function, wherever the package names that function."""
-    module = next(m for m in (hooks, aggregation) if getattr(m, mutation.function, None) is not None)
-    original = getattr(module, mutation.function)
-    module = sys.modules[original.__module__]
+    original = getattr(loss_agg, mutation.function)
+    for name, function in list(loss_agg.LOSS_AGG_REGISTRY.items()):  # a registered one registers itself anew
+        monkeypatch.setitem(loss_agg.LOSS_AGG_REGISTRY, name, function)
     source = inspect.getsource(original)
     assert source.count(mutation.old) == 1, f"{mutation.name}: the line to change is no longer in {mutation.function}"
     scope: dict = {}
-    exec(compile(source.replace(mutation.old, mutation.new), f"<{mutation.name}>", "exec"), module.__dict__, scope)
-    for holder in (hooks, aggregation):
+    exec(compile(source.replace(mutation.old, mutation.new), f"<{mutation.name}>", "exec"), loss_agg.__dict__, scope)
+    for holder in (loss_agg, aggregation, ppo_loss, agg_loss):
         if vars(holder).get(mutation.function) is original:
             monkeypatch.setattr(holder, mutation.function, scope[mutation.function])
 
@@ -197,5 +195,5 @@ def test_a_wrong_implementation_is_seen(mutation, monkeypatch):
 
 def test_the_check_itself_does_not_cry_wolf(monkeypatch):
     """Recompiling a function without changing it leaves everything exact."""
-    mutate(monkeypatch, Mutation("nothing", "pool_mean_length_by_sign", "tokens / responses", "tokens / responses"))
+    mutate(monkeypatch, Mutation("nothing", "mean_length_of_pools", "tokens / responses", "tokens / responses"))
     assert seed_that_sees_it(300) is None

@@ -95,10 +95,9 @@ def main() -> None:
     worker = harness.make_worker(rollouts, harness.make_actor_config("token-mean"), micro, max_tokens=24)
     metrics = harness.update(worker, data, mini)
     print(f"rank {rank}: {sorted(key for key in metrics if key.startswith('balance/'))}", flush=True)
-    # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left. (A patched verl
-    # ends as verl does: by the error of one rank.)
+    # One rank's bad batch is every rank's error: nobody waits in the collective for a rank that has left.
     data = harness.to_tensordict(rollouts, mine, "padded")
-    if rank == world - 1 or releases.is_patched():
+    if rank == world - 1:
         data.pop("uid")
     worker = harness.make_worker(rollouts, harness.make_actor_config("balanced"), micro, max_tokens=24)
     try:

@@ -6,6 +6,7 @@ to θ is the gradient of each token. Only the forward pass and the optimiser of 
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from omegaconf import OmegaConf
@@ -192,10 +193,11 @@ def update(worker, data: TensorDict, mini_batch: int, epochs: int = 1, shuffle: 
 
 
 def pool_lengths(mode: str, data: TensorDict, dp_group=None) -> torch.Tensor:
-    """The column that the hook puts into the batch."""
-    from verl_ba import loss_agg
+    """The column that the hook puts into the batch; for verl's own modes the one that it would put there."""
+    from verl_ba import aggregation, loss_agg
 
-    return loss_agg.column(mode, loss_agg.gather(data, dp_group))
+    with mock.patch.dict(loss_agg.LOSS_AGG_REGISTRY, aggregation.VERLS_MODES):
+        return loss_agg.column(mode, loss_agg.gather(data, dp_group))
 
 
 def actor_of(worker):

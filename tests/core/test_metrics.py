@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from verl_ba import balance
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.metrics import METRICS, SIGN_METRICS, balance_metrics
+from verl_ba.metrics import METRICS, SIGN_METRICS, balance_metrics, metrics_markdown, weights
+from verl_ba.metrics.__main__ import example_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -132,8 +132,8 @@ def test_active_repeats_the_active_mode_from_which_nothing_moves():
 
 
 def test_the_residual_sees_a_weight_that_is_applied_twice(monkeypatch):
-    real = balance.pool_mean_length
-    monkeypatch.setattr(balance, "pool_mean_length", lambda *a: real(*a) ** 2)
+    real = weights.pool_mean_length
+    monkeypatch.setattr(weights, "pool_mean_length", lambda *a: real(*a) ** 2)
     assert balance_metrics(*random_batch(3), active_mode="balanced")["balance/active/weight_residual"] > 0.1
 
 
@@ -196,9 +196,8 @@ def test_an_update_of_16384_responses_takes_at_most_50_ms():
 
 def test_the_docs_hold_the_tables_that_the_code_prints():
     text = (DOCS / "which-aggregation.md").read_text()
-    assert balance.metrics_markdown() in text, "run: python -m verl_ba.balance"
-    assert balance.example_markdown() in text, "run: python -m verl_ba.balance"
-    assert balance.metrics_markdown() in (DOCS.parent / "README.md").read_text(), "run: python -m verl_ba.balance"
+    assert example_markdown() in text, "run: python -m verl_ba.metrics"
+    assert metrics_markdown() in (DOCS / "metrics.md").read_text(), "run: python -m verl_ba.metrics"
     for name in ("analyze-overview.png", "analyze-lengths.png", "compare-curves.png"):
         assert f"(figures/{name})" in text
         assert (DOCS / "figures" / name).read_bytes().startswith(b"\x89PNG")
