@@ -102,7 +102,7 @@ def batch(responses: int, tokens: int, form: str, rank: int, ranks: int):
         {"response_mask": nested(torch.ones(total, dtype=torch.long)), "advantages": nested(advantage)}, batch_size=rows
     )
     # uids as long as verl's; group g has its rows on every rank
-    data["uid"] = NonTensorStack(*[str(uuid.UUID(int=i * ranks // GROUP)) for i in range(rows)])
+    data["uid"] = NonTensorStack(*[str(uuid.UUID(int=i * ranks // GROUP)) for i in range(rows)])  # pyright: ignore[reportAbstractUsage]  # tensordict builds it
     return data
 
 
@@ -195,7 +195,9 @@ def two_ranks(responses: int, tokens: int, form: str) -> float:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     seconds = torch.zeros(2, dtype=torch.float64).share_memory_()
-    torch.multiprocessing.spawn(rank_main, (port, responses, tokens, form, seconds), nprocs=2)
+    torch.multiprocessing.spawn(  # pyright: ignore[reportPrivateImportUsage]  # documented by torch
+        rank_main, (port, responses, tokens, form, seconds), nprocs=2
+    )
     return float(seconds.max())
 
 
@@ -203,7 +205,7 @@ def passes(tokens: int, repeats: int = 3) -> float:
     """Seconds of forward and backward of a micro-batch through a model of the demo's size, best of `repeats`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    size = {"hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size: dict = {"hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = Qwen3ForCausalLM(
         Qwen3Config(vocab_size=64, num_hidden_layers=2, head_dim=32, tie_word_embeddings=True, **size)
     )

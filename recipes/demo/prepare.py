@@ -65,7 +65,7 @@ def _digest(*paths: Path) -> str:
 def make_tokenizer(texts: list[str], vocabulary: int):
     """A byte-level BPE tokenizer learnt from the texts, as Qwen's."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
+    from transformers import Qwen2TokenizerFast  # pyright: ignore[reportAttributeAccessIssue]  # a lazy name
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

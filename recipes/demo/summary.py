@@ -90,7 +90,7 @@ def draw(runs: list[Run], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     # Colours of the Okabe-Ito palette, told apart in greyscale by the line style as well.
-    looks = dict(
+    looks: dict[str, tuple[str, str]] = dict(
         zip(
             ("balanced", "token", "sequence", "verl-token"),
             (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", ":"), ("#CC79A7", "-.")),

@@ -42,18 +42,13 @@ def wrap_agg_loss(original: Callable) -> Callable:
     ):
         mode = enter_agg_loss(loss_agg_mode)
         if mode in LOSS_AGG_REGISTRY:
-
-            def reduce(matrix):
-                return agg_registered_loss(matrix, loss_mask, mode, pool_mean_length, global_batch_size, dp_size)
+            rest: tuple = loss_mask, mode, pool_mean_length, global_batch_size, dp_size
+            function: Callable = agg_registered_loss
         else:
-
-            def reduce(matrix):
-                return original(
-                    matrix, loss_mask, mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
-                )
-
-        value = reduce(loss_mat)
-        record.see(loss_mat, loss_mask, reduce)
+            rest = loss_mask, mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor
+            function = original
+        value = function(loss_mat, *rest)
+        record.see(loss_mat, loss_mask, lambda matrix: function(matrix, *rest))
         return value
 
     return agg_loss
