@@ -74,7 +74,7 @@ def tilt(update: Update, mean_length_B: np.ndarray) -> float:
 
 
 def starving(update: Update, mean_length_B: np.ndarray, quartiles: np.ndarray) -> float:
-    """Weight of a token in the longest over one in the shortest quarter of the responses, as `verl_ba.balance` counts it."""
+    """Weight of a token in the longest over one in the shortest quarter of the responses, as `verl_ba.metrics` counts it."""
     length = update.batch.length.numpy()
     weight = length / mean_length_B
     short, long = length <= quartiles[0], length >= quartiles[1]

@@ -1,4 +1,4 @@
-"""What of verl works under this package's modes: one table, which the refusals in hooks.py read and the docs print.
+"""What of verl works under this package's modes: one table, which the refusals in hooks/ read and the docs print.
 
 `python -m verl_ba.support` prints docs/support.md.
 """
@@ -59,7 +59,7 @@ POLICY_LOSSES = {
         "micro-batch's mean weight, and a micro-batch without a valid token is an error (verl, in every mode)",
     ),
 }
-"""verl's registry, by `policy_loss.loss_mode`. A loss that is not here is checked when it runs (hooks.py, seam 5)."""
+"""verl's registry, by `policy_loss.loss_mode`. A loss that is not here is checked when it runs (hooks/policy_loss.py)."""
 
 BYPASS_REJECTION = Support(
     "refused",

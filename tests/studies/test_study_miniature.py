@@ -664,15 +664,13 @@ def test_the_docs_table_and_differences_are_those_of_the_committed_runs():
     )
     assert max(mean(rule, "drift") for rule in ("balanced", "seq-mean-token-mean")) < 1e-4
     for a, b, said in (
-        ("pooled-4", "balanced", "+.0025 [.0001, .0051]"),
-        ("group-mean-token-mean", "balanced", ".0037 [.0011, .0064]"),
+        ("pooled-4", "balanced", "+.0025 [.0000, .0051]"),
+        ("group-mean-token-mean", "balanced", ".0037 [.0011, .0066]"),
     ):
         array = outcome.Scores(rows, "auc", table["lr"]).array(table["cells"], (a, b))
         found = outcome.difference(array)
         numbers = [float(number) for number in re.findall(r"[.\d]+", said)]
-        assert numbers == pytest.approx(
-            [found.value, found.low, found.high], abs=2.5e-4
-        )  # another seed of the bootstrap
+        assert numbers == pytest.approx([found.value, found.low, found.high], abs=5.5e-5)  # as printed, to four digits
         assert said in text
 
 

@@ -1,4 +1,4 @@
-"""How each aggregation would weigh the responses of a dump: the numbers of `verl_ba.balance`, with intervals.
+"""How each aggregation would weigh the responses of a dump: the numbers of `verl_ba.metrics`, with intervals.
 
 The intervals are percentile bootstraps over groups (prompts): the responses to one prompt are not independent.
 """
