@@ -70,9 +70,8 @@ class Outline(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """A page of `analyze` and one of `compare`."""
-    from test_compare import VALIDATION, file_log
-
     from tests.tools.test_analysis_rollouts import synthetic
+    from tests.tools.test_compare import VALIDATION, file_log
 
     folder = tmp_path_factory.mktemp("pages")
     dump = synthetic(folder / "dump.jsonl", gap=1.4, variation=0.4, steps=4)
