@@ -157,8 +157,13 @@ def main(path: str) -> None:
     listener.bind(path + ".new")
     listener.listen(64)
     os.rename(path + ".new", path)
-    while True:
-        connection, _ = listener.accept()
+    parent = os.getppid()
+    listener.settimeout(1.0)
+    while os.getppid() == parent:  # whoever started the server may be killed
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
         if os.fork() == 0:
             # Between server and program, one process for each: it knows when either end is gone.
             listener.close()
