@@ -160,6 +160,9 @@ def main(path: str) -> None:
     parent = os.getppid()
     listener.settimeout(1.0)
     while os.getppid() == parent:  # whoever started the server may be killed
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # no zombies
+                pass
         try:
             connection, _ = listener.accept()
         except TimeoutError:

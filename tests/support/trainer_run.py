@@ -153,8 +153,8 @@ def launch_with_probe(prepared, folder, arm, *overrides, results=None, **variabl
 class Started:
     """A run in the background, to do harm to."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path):
-        self.process, self.folder = process, folder
+    def __init__(self, process: subprocess.Popen, folder: Path, server: str):
+        self.process, self.folder, self.server = process, folder, server
         self.children: list[psutil.Process] = []
 
     def output(self) -> str:
@@ -170,21 +170,32 @@ class Started:
             assert self.process.poll() is None, self.output()[-4000:]
             assert time.monotonic() < end, self.output()[-4000:]
             time.sleep(0.02)
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        # What was asked for runs below the server; below the process are those that asked, which end with it.
+        servers = [p for p in psutil.process_iter() if _command_of(p)[-1:] == [self.server]]
+        parents = [psutil.Process(self.process.pid), *(p for p in servers if p.ppid() == os.getpid())]
+        self.children = [child for parent in parents for child in parent.children(recursive=True)]
 
     def named(self, title: str) -> psutil.Process:
         """The first of Ray's processes with this title."""
-        return next(child for child in self.children if title in " ".join(child.cmdline()))
+        return next(child for child in self.children if title in " ".join(_command_of(child)))
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    """Its command line; none if it has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 @contextlib.contextmanager
 def start_with_probe(prepared, folder, results, arm, *overrides):
     """Start a run; whatever is left of it at the end is killed."""
-    variables = probe_variables(folder) | {prefork.VARIABLE: ""}  # processes of its own, to find and to kill
+    variables = probe_variables(folder)
     command, environment = command_and_environment(prepared, results, arm, overrides, variables)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    run = Started(process, folder)
+    run = Started(process, folder, prepared["prefork"])
     try:
         yield run
     finally:
