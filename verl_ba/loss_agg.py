@@ -224,9 +224,9 @@ def mean_length_of_rows(
         group = torch.zeros(responses, dtype=torch.int64).scatter_(0, row_of, group_B)
         scale = int(count_is.any(1).sum()) / max(1, int(count_BS.any(1).sum()))
     mean_is = mean_length(count_is, group)
-    if mean_is.shape != count_is.shape or not bool(
-        (mean_is[count_is > 0] > 0).all() & mean_is[count_is > 0].isfinite().all()
-    ):
+    fits = mean_is.shape == count_is.shape
+    read = mean_is[count_is > 0] if fits else mean_is  # an empty pool's is nan, which no token reads
+    if not fits or not bool(((read > 0) & read.isfinite()).all()):
         raise ValueError(
             f"{_qualified(mean_length)}: expected a positive, finite length [tokens] for each response and sign that has "
             f"tokens, shape {list(count_is.shape)}; got shape {list(mean_is.shape)}, or a length that is not positive"

@@ -20,7 +20,7 @@ from rich.table import Table
 from recipes.cpu_site import prefork
 from recipes.demo import summary
 from recipes.demo.prepare import console, prepare
-from verl_ba.tools.analysis.runs import ARM_MODES as ARMS
+from verl_ba.tools.analysis.modes import ARM_MODES as ARMS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ARMS = ("balanced", "token", "sequence")

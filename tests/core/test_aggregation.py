@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support import reference
 from verl_ba.aggregation import ALL_MODES, MODES, SIGNS, aggregate, pool_mean_length, pool_mean_length_by_sign
-from verl_ba.loss_agg import count_by_sign, token_mean_length
+from verl_ba.loss_agg import (
+    LOSS_AGG_REGISTRY,
+    count_by_sign,
+    mean_length_of_rows,
+    register_loss_agg,
+    token_mean_length,
+)
 
 CASES = json.loads((Path(__file__).parents[1] / "support" / "cases.json").read_text())
 TIGHT = 1e-12
@@ -439,3 +445,21 @@ def test_float32_losses_keep_their_type_and_their_precision():
 
 def test_modes_are_ours_only():
     assert MODES == ("balanced", "group-mean-token-mean")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda count, group: count[:, 0], lambda count, group: count * 0, lambda count, group: count / 0],
+    ids=["shape", "zero", "infinite"],
+)
+def test_a_mode_of_ones_own_that_returns_no_lengths_is_named(wrong):
+    count = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"lambda.*: expected a positive, finite length \[tokens\]"):
+        mean_length_of_rows(wrong, count, torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize("name", ["token-mean", "balanced"])
+def test_a_mode_of_ones_own_needs_a_name_of_its_own(name):
+    with pytest.raises(ValueError, match=rf"register_loss_agg\('{name}'\): this mode is .*already"):
+        register_loss_agg(name)(lambda count, group: count)
+    assert "balanced_mean_length" in str(LOSS_AGG_REGISTRY["balanced"])

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from recipes.demo import chain_sum, prepare, summary
 from recipes.manifest import flatten
-from verl_ba.tools.analysis.runs import ARM_MODES
+from verl_ba.tools.analysis.modes import ARM_MODES
 
 ROOT = Path(__file__).parents[2]
 PATHS = ["data.train_files=t", "data.val_files=v", "actor_rollout_ref.model.path=m"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from verl_ba.tools.analysis.modes import ARM_MODES as ARM_MODES
 from verl_ba.tools.analysis.modes import MODES, in_full
 
 _NAME = re.compile(r"(?P<arm>.+?)[-_]seed[-_=]?(?P<seed>\d+)")
