@@ -19,8 +19,18 @@ python=${PYTHON:-python3}
 list() { find "$1" -maxdepth 1 -name '*.yaml' -printf '%f\n' | sed 's/\.yaml$//' | sort | tr '\n' ' '; }
 fail() { echo "launch.sh: $*" >&2 && exit 2; }
 
-if [[ $# -lt 2 ]]; then
+has_verl() { "$1" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)' 2>/dev/null; }
+usage() {
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    echo "Recipes: $(list "$config")"
+    echo "Arms: $(list "$config/arm")"
+}
+
+for argument in "$@"; do
+    if [[ $argument == --help || $argument == -h ]]; then usage && exit 0; fi
+done
+if [[ $# -lt 2 ]]; then
+    usage
     exit 2
 fi
 recipe=$1 arm=$2 via=here dry_run=()
@@ -50,45 +60,15 @@ for override in "${overrides[@]}"; do
     [[ $name == "$override" || -f $config/cluster/$name.yaml ]] || fail "no cluster $name. Clusters: $(list "$config/cluster")"
 done
 
-"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)' ||
-    fail "no verl in $python: name the interpreter that has it, PYTHON=.venv/bin/python"
+if [[ -z ${PYTHON:-} ]] && ! has_verl python3 && [[ -x $here/../.venv/bin/python ]]; then
+    python=$(realpath -s "$here/../.venv/bin/python") # what `make setup` made
+    if [[ $via != ray ]]; then export PYTHON=$python; fi # a Ray job runs on the cluster's own
+fi
+has_verl "$python" || fail "no verl in $python: name the interpreter that has it, PYTHON=.venv/bin/python"
+[[ $via == here || -f $here/submit_$via.sh ]] || fail "--via $via: expected here, slurm or ray"
 
 # Absolute: Ray's processes may have another working directory.
 RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
 export RESULTS_DIR DATA_DIR
-export RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false HYDRA_FULL_ERROR=1
-[[ $via == here || -f $here/submit_$via.sh ]] || fail "--via $via: expected here, slurm or ray"
-
-# Checks the config before anything starts, writes the manifest, and says for which device the run is.
-plan=$(PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" -m recipes.plan --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}")
-read -r device _ _ metrics <<<"$plan"
-if [[ $device == cpu ]]; then
-    # What a machine without a GPU needs before Python starts. Two ranks share the cores: one thread each.
-    export VERL_PLATFORM=cpu RAY_AUTH_MODE=${RAY_AUTH_MODE:-disabled} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
-    export VLLM_ENABLE_V1_MULTIPROCESSING=0  # lets rollout.engine_kwargs choose the executor "uni"
-    export PYTHONPATH=$here/cpu_site${PYTHONPATH:+:$PYTHONPATH}
-    export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING} VLLM_NO_USAGE_STATS=1
-    export TQ_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 WANDB_MODE=offline HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-fi
-if [[ $via != here ]]; then exec bash "$here/submit_$via.sh" "$plan" "${dry_run[@]}" "$recipe" "${overrides[@]}"; fi
-if [[ $device == cpu && -n ${RAY_ADDRESS:-} ]]; then
-    # A Ray that runs already has its resources; ray.init takes none with an address.
-    overrides+=(ray_kwargs.ray_init.num_gpus=null ray_kwargs.ray_init.num_cpus=null)
-fi
-# shellcheck disable=SC2016  # run_dir is Hydra's, not the shell's
-command=("$python" -m "${VERL_TRAINER:-verl.trainer.main_ppo}" --config-path "$config" --config-name "$recipe"
-    "hydra.searchpath=[pkg://verl.trainer.config]" 'hydra.run.dir=${run_dir}' "${overrides[@]}"
-    # verl's file logger empties its file when it starts: one file a start. Ray hands the names to the process that logs.
-    "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH='$metrics'"
-    "++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR='${metrics%.jsonl}-tensorboard'")
-if [[ -n ${SANDBOX_FUSION_URL:-} ]]; then # where LiveCodeBench's programs run, instead of bubblewrap on every node
-    command+=("++ray_kwargs.ray_init.runtime_env.env_vars.SANDBOX_FUSION_URL='$SANDBOX_FUSION_URL'")
-fi
-if [[ ${#dry_run[@]} -gt 0 ]]; then
-    printf '\nwould run:\n  '
-    printf '%q ' "${command[@]}"
-    echo
-    exit 0
-fi
-exec "${command[@]}"
+# Checks the config and the nodes before anything starts, locks the run's folder, and lets verl take its place.
+PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m recipes.plan --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}"

@@ -17,14 +17,33 @@ from verl_ba.tools.cli import PACKAGES, package_version
 ROOT = Path(__file__).resolve().parents[1]
 
 
+class BadManifest(RuntimeError):
+    """manifest.json cannot be read or written; the message is complete."""
+
+
 def manifest_path(config: DictConfig) -> Path:
     return Path(config.run_dir) / "manifest.json"
 
 
 def starts(config: DictConfig) -> list[dict]:
-    """The starts of this run so far."""
+    """The starts of this run so far; BadManifest if the file is not a manifest."""
     path = manifest_path(config)
-    return json.loads(path.read_text())["starts"] if path.exists() else []
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise BadManifest(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        found = json.loads(text)["starts"]
+        if not isinstance(found, list) or not all({"config", "versions", "data"} <= set(start) for start in found):
+            raise TypeError("its starts are not a list of configurations")
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadManifest(
+            f'{path}: expected {{"starts": […]}} as this launcher writes it, got something else ({error}). Move the file '
+            "away, or the whole folder if the run is not to be resumed"
+        ) from error
+    return found
 
 
 def metrics_file(config: DictConfig) -> Path:
@@ -32,8 +51,11 @@ def metrics_file(config: DictConfig) -> Path:
     return Path(config.run_dir) / "metrics" / f"{len(starts(config)) + 1}.jsonl"
 
 
-def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
-    """Add this start to the manifest; say on stderr where its config differs from the previous start's."""
+def write(config: DictConfig, recipe: str, overrides: list[str]) -> str:
+    """Add this start to the manifest, and return its time; say on stderr where it differs from the previous start.
+
+    Raises BadManifest, and leaves the manifest as it was, if it cannot be read or written.
+    """
     path, earlier = manifest_path(config), starts(config)
     start = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -48,11 +70,17 @@ def write(config: DictConfig, recipe: str, overrides: list[str]) -> Path:
     }
     for key, (was, now) in differences(earlier[-1], start).items() if earlier else ():
         print(f"[verl_ba] since the previous start of {path.parent}: {key} was {was}, is {now}", file=sys.stderr)
-    metrics_file(config).parent.mkdir(parents=True, exist_ok=True)  # verl's file logger makes no folder
     new = path.with_suffix(".new")
-    new.write_text(json.dumps({"starts": [*earlier, start]}, indent=1))
-    new.replace(path)
-    return path
+    try:
+        metrics_file(config).parent.mkdir(parents=True, exist_ok=True)  # verl's file logger makes no folder
+        new.write_text(json.dumps({"starts": [*earlier, start]}, indent=1))
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise BadManifest(
+            f"{path}: cannot be written ({error.strerror}). Make room there, or choose another RESULTS_DIR"
+        ) from error
+    return start["started"]
 
 
 def differences(before: dict, after: dict) -> dict[str, tuple[Any, Any]]:

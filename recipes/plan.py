@@ -1,25 +1,34 @@
-"""What a run would do, before it starts: composes the config, checks it, estimates memory, writes the run's manifest.
+"""What a run would do, before it starts: composes the config, checks it and the nodes, and estimates memory.
 
-launch.sh calls this for every run. On stdout goes what the shell needs, one line `DEVICE NODES GPUS_PER_NODE METRICS_FILE`;
-what people read goes to stderr.
+launch.sh calls this for every run. If nothing is wrong, the run's folder is locked, its manifest written, and verl takes
+this process's place (start.py); or a submit_….sh does, for a cluster.
 """
 
+import contextlib
 import math
+import os
+import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from recipes import manifest
-from verl_ba.tools.analysis.modes import short
+from recipes import manifest, start
+from verl_ba.aggregation import ALL_MODES
+from verl_ba.loss_agg import LOSS_AGG_REGISTRY, VERL_MODES
+from verl_ba.tools.analysis.modes import in_full, short
+from verl_ba.tools.cli import cluster_faults
+from verl_ba.tools.doctor import examine
+from verl_ba.tools.preflight import Needs
 
-CONFIG = Path(__file__).resolve().parent / "config"
+HERE = Path(__file__).resolve().parent
+CONFIG = HERE / "config"
 GB = 1e9
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
 
@@ -81,7 +90,7 @@ class Batch:
 
 def problems(config: DictConfig, files: bool = True) -> list[str]:
     """What would stop the run after minutes of start-up, or make it another run; with `files`, missing files too."""
-    found, batch = [], Batch.of(config)
+    found, batch = wrong_names(config), Batch.of(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     room = actor.ppo_max_token_len_per_gpu * actor.ulysses_sequence_parallel_size
@@ -113,6 +122,45 @@ def problems(config: DictConfig, files: bool = True) -> list[str]:
     if files:
         found += [f"{where}={path}: {what}" for where, path, what in missing_files(config)]
     return found
+
+
+def wrong_names(config: DictConfig) -> list[str]:
+    """Where the names of a run's results would say another mode than the one that trains; and unknown modes."""
+    mode, arm = config.actor_rollout_ref.actor.loss_agg_mode, config.arm_name
+    known = (*ALL_MODES, *LOSS_AGG_REGISTRY, *VERL_MODES)
+    if mode not in known:
+        return [
+            f"actor_rollout_ref.actor.loss_agg_mode={mode}: expected one of {', '.join(dict.fromkeys(known))}; a mode of "
+            "your own is registered where verl imports it (docs/loading.md), VERL_USE_EXTERNAL_MODULES=verl_ba.plugin,…"
+        ]
+    if in_full(arm) in known and in_full(arm) != mode:
+        return [
+            f"actor_rollout_ref.actor.loss_agg_mode={mode}, but the run is named after the arm {arm}, which is "
+            f"{in_full(arm)}: its results would be compared under a wrong name. Give {short(mode)} as the arm instead, "
+            f"or name the run too: arm_name={mode}"
+        ]
+    return []
+
+
+def nodes_faults(config: DictConfig, address: str | None) -> list[str]:
+    """What the run would miss on this machine, or on any node of the Ray cluster at this address, by trying it there.
+
+    What `missing_files` reports already is left out.
+    """
+    needs = Needs.of(config, checkpoint_bytes(config))
+    here = tuple(file for file in needs.files if Path(file).exists())
+    model = needs.model if needs.model and Path(needs.model).exists() else None
+    needs = replace(needs, files=here, model=model)
+    with contextlib.redirect_stdout(sys.stderr):  # verl's imports print
+        return cluster_faults(console, address, needs=needs) if address else examine(needs).faults
+
+
+def checkpoint_bytes(config: DictConfig) -> float:
+    """A checkpoint's size: float32 weights and Adam's two moments; 0 where the model's shape is not known.
+
+    On a CPU the model is a small one in the place of that of the shape.
+    """
+    return 12 * parameters(config.model_shape) if "model_shape" in config and config.trainer.device != "cpu" else 0.0
 
 
 def missing_files(config: DictConfig) -> list[tuple[str, str, str]]:
@@ -343,7 +391,7 @@ def show_memory(config: DictConfig) -> None:
     keep = config.trainer.max_actor_ckpt_to_keep
     console.print(
         f"host memory per node: 16 B × P × {per_node:.2g} of the GPUs = {16 * p * per_node / GB:.0f} GB of offloaded "
-        f"training state; disk: 12 B × P = {12 * p / GB:.0f} GB a checkpoint, {keep} kept"
+        f"training state; disk: 12 B × P = {checkpoint_bytes(config) / GB:.0f} GB a checkpoint, {keep} kept"
     )
 
 
@@ -352,17 +400,22 @@ def main(
     overrides: list[str],
     dry_run: Annotated[bool, typer.Option(help="show what would run, and run nothing")] = False,
     via: Annotated[
-        str, typer.Option(help="slurm, ray: the job writes the manifest; ray: files are the cluster's")
+        str,
+        typer.Option(help="slurm, ray: the job checks its nodes and writes the manifest; ray: files are the cluster's"),
     ] = "here",
 ) -> None:
-    """Check a run; show it (--dry-run), or write its manifest."""
+    """Check a run; show it (--dry-run), submit it (--via slurm, ray), or become it."""
     try:
+        start.refuse_paths({name: os.environ.get(name, "") for name in ("RESULTS_DIR", "DATA_DIR", "MODEL_DIR")})
         config = compose(recipe, overrides)
         OmegaConf.resolve(config)
         wrong = problems(config, files=via != "ray")
         memory = memory_problems(config) if can_estimate(config) else []
+        if via == "here" and (dry_run or not wrong):
+            with console.status("trying what the run needs (importing verl takes a while)"):
+                wrong += nodes_faults(config, os.environ.get("RAY_ADDRESS"))
     except Exception as error:  # Hydra's and OmegaConf's errors name the key
-        console.print(f"[red]error:[/red] {recipe}: {error}", markup=True)
+        console.print(f"error: {recipe}: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from None
     if dry_run:
         show(config, recipe)
@@ -372,10 +425,33 @@ def main(
         console.print(f"may not fit: {problem}", style="yellow", markup=False, soft_wrap=True)
     if wrong and not dry_run:
         raise typer.Exit(2)
-    metrics = manifest.metrics_file(config)
-    if not dry_run and via == "here":
-        manifest.write(config, recipe, overrides)
-    print(config.trainer.device, config.trainer.nnodes, config.trainer.n_gpus_per_node, metrics)
+    device, cluster = config.trainer.device, config.trainer
+    if via != "here":
+        plan = f"{device} {cluster.nnodes} {cluster.n_gpus_per_node}"
+        submit = ["bash", str(HERE / f"submit_{via}.sh"), plan, *(["--dry-run"] if dry_run else []), recipe, *overrides]
+        become(submit, start.environment(device))
+    command = start.command(config, recipe, overrides, manifest.metrics_file(config), os.environ)
+    if dry_run:
+        print(f"\nwould run:\n  {shlex.join(command)}")
+        return
+    try:
+        descriptor = start.lock(Path(config.run_dir))
+        # Counted again under the lock: another start may have ended since.
+        command = start.command(config, recipe, overrides, manifest.metrics_file(config), os.environ)
+        begun = manifest.write(config, recipe, overrides)
+        start.sign(descriptor, begun)
+    except (start.CannotStart, manifest.BadManifest) as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    os.set_inheritable(descriptor, True)  # the lock lasts as long as the run
+    become(command, start.environment(device))
+
+
+def become(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Let a command take this process's place, with these variables besides its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], list(command), {**os.environ, **variables})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@
                                                   agg_loss   the new modes
     log   names in verl's log, lengths in its     policy_loss   get_policy_loss_fn: a policy loss that goes past
       dumps of rollouts                             agg_loss raises
+    reward   a reward that cannot work on a node
+      ends the run instead of losing responses
 
 A *seam* is one such place; `attach` is the machinery. Nothing about groups or signs is decided in these files: they carry
 what `loss_agg` computes. For every mode, verl's own included, the seams of the loss also hand what they see to
@@ -23,7 +25,7 @@ In a verl that has the modes in its own tree (patches/) nothing is touched: `sea
 import os
 
 from verl_ba import releases
-from verl_ba.hooks import agg_loss, attach, config, legacy_0_7_1, log, policy_loss, ppo_loss, update
+from verl_ba.hooks import agg_loss, attach, config, legacy_0_7_1, log, policy_loss, ppo_loss, reward, update
 from verl_ba.hooks.attach import Seam
 from verl_ba.hooks.state import SeamError, attachment, describe, verify
 from verl_ba.say import say
@@ -51,6 +53,7 @@ SEAMS: tuple[Seam, ...] = (
     *agg_loss.SEAMS,
     *policy_loss.SEAMS,
     *log.SEAMS,
+    *reward.SEAMS,
     *legacy_0_7_1.SEAMS,
 )
 """Every place in verl that is replaced, in any release. The signatures are the same in every release that has one."""

@@ -52,6 +52,14 @@ SIGN_METRICS = tuple(
 )
 """Of tokens, from the losses of an update: logged by a training run, and not known to `balance_metrics`."""
 
+REWARD_ERRORS = Metric(
+    "reward_errors",
+    "responses",
+    "responses that are missing because their reward raised since the last step; with verl's v1 trainer",
+    "0; the log has the exceptions",
+)
+"""Logged by the driver, which alone knows of them."""
+
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
     Metric(
@@ -125,9 +133,10 @@ METRICS = (
         "|Σw over the rows − rows that are not empty| over the latter",
         "below 1e-9: the weights are a true weighted mean",
     ),
+    REWARD_ERRORS,
     *SIGN_METRICS,
 )
-"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but `SIGN_METRICS`."""
+"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but those above."""
 
 
 def metrics_markdown() -> str:

@@ -17,6 +17,7 @@ from verl_ba.aggregation import MODES
 from verl_ba.paper.data.command import data
 from verl_ba.tools.analysis import commands
 from verl_ba.tools.doctor import Report, examine, examine_cluster
+from verl_ba.tools.preflight import Check, Needs
 
 if TYPE_CHECKING:
     from verl_ba.tools.audit import Report as AuditReport
@@ -30,8 +31,16 @@ app.command()(data)
 PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "TransferQueue", "flash-attn", "omegaconf")
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"verl_ba {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="print it")] = False,
+) -> None:
     """Balanced Aggregation for verl."""
 
 
@@ -41,11 +50,22 @@ def doctor(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="examine every node of this Ray cluster ('auto', host:port)")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="try what this run needs, too: a composed configuration or its manifest.json", metavar="FILE"
+        ),
+    ] = None,
 ) -> None:
-    """Say what is installed, which seams attach in this verl, and why not. Exit status 1 if a mode would not work."""
+    """Say what is installed, which seams attach in this verl, and why not. Exit status 1 if a mode would not work.
+
+    With --config also: are answers and programs scored here, is flash-attn there if it is asked for, are data and model
+    readable, is there room for a checkpoint. With --ray all of this on every node.
+    """
     console = Console(width=None if sys.stdout.isatty() else 120)
+    needs = None if config is None else needs_of(config)
     if ray is not None:
-        finish(console, cluster_faults(console, ray, quiet))
+        finish(console, cluster_faults(console, ray, quiet, needs))
     if not quiet:
         table = Table(title=f"verl_ba {__version__}, Python {platform.python_version()}")
         table.add_column("package")
@@ -53,14 +73,36 @@ def doctor(
         for name in PACKAGES:
             table.add_row(name, package_version(name))
         console.print(table)
-    report = examine()
+    report = examine(needs)
     if not quiet and report.seams:
         notice = " (support is experimental)" if releases.BY_VERSION[report.verl].experimental else ""
         table = Table(Column("seam", overflow="fold"), "attached", "why", title=f"verl {report.verl}{notice}")
         for seam, attached, why in report.seams:
             table.add_row(seam.removeprefix("verl."), attached, why)
         console.print(table)
+    if not quiet:
+        print_checks(console, report.checks)
     finish(console, report.faults)
+
+
+def needs_of(config: Path) -> Needs:
+    """What the run of this configuration needs; leaves with status 2 if the file is not a configuration."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    from verl_ba.tools.audit.config import AuditError, load
+
+    try:
+        return Needs.of(load(config))
+    except (AuditError, KeyError, AttributeError, OmegaConfBaseException) as error:
+        Console(stderr=True, soft_wrap=True).print(f"✗ --config {config}: {error}", style="red", markup=False)
+        raise typer.Exit(2) from error
+
+
+def print_checks(console: Console, checks: list[Check]) -> None:
+    """What a run needs, as it was tried."""
+    for tried in checks:
+        sign, style = ("✗", "red") if tried.fault else ("✓", "")
+        console.print(f"{sign} {tried.what}", style=style, highlight=False, markup=False)
 
 
 @app.command()
@@ -126,15 +168,17 @@ def print_audit(console: Console, report: "AuditReport") -> None:
         console.print("✓ nothing depends on the split, nothing is ignored", highlight=False)
 
 
-def cluster_faults(console: Console, address: str, quiet: bool) -> list[str]:
+def cluster_faults(console: Console, address: str, quiet: bool = False, needs: Needs | None = None) -> list[str]:
     """Examine the cluster's nodes and print a row for each; what is wrong, by node."""
     try:
         with console.status("asking every node (importing verl takes a while)"):
-            reports = examine_cluster(address)
+            reports = examine_cluster(address, needs)
     except ConnectionError as error:
         return [f"--ray {address}: {error}. Give the address of a running cluster, as `ray status` shows it"]
     if not quiet:
-        table = Table("node", "verl_ba", "verl", "python", "attached", title=f"Ray cluster {address}")
+        table = Table(
+            "node", "verl_ba", "verl", "python", "ready" if needs else "attached", title=f"Ray cluster {address}"
+        )
         for node, report in reports.items():
             table.add_row(node, *report.versions, "no" if report.faults else "yes")
         console.print(table)

@@ -1,4 +1,4 @@
-"""Does verl_ba attach to the verl of this process, or of every node of a Ray cluster?"""
+"""Does verl_ba attach to the verl of this process, or of every node of a Ray cluster, and is there what a run needs?"""
 
 import dataclasses
 import importlib.metadata
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ba import __version__, hooks, releases
+from verl_ba.tools import preflight
+from verl_ba.tools.preflight import Check, Needs
 
 NODE_TIMEOUT = 300
 """Seconds a node may take to answer: importing verl's engines from a cold network disk is slow."""
@@ -22,8 +24,9 @@ class Report:
 
     Attributes:
         verl_ba, verl, python: versions; 'missing' where there is none.
-        faults: why our modes would not work; empty if they would.
+        faults: why our modes, or the run that was asked about, would not work; empty if they would.
         seams: (seam, 'yes', 'no' or why it does not matter here, what it is for).
+        checks: what a run needs, as it was tried; their faults are among `faults`.
     """
 
     verl_ba: str
@@ -31,14 +34,22 @@ class Report:
     python: str
     faults: list[str]
     seams: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    checks: list[Check] = dataclasses.field(default_factory=list)
 
     @property
     def versions(self) -> tuple[str, str, str]:
         return self.verl_ba, self.verl, self.python
 
 
-def examine() -> Report:
-    """Import verl and every module with a seam in this process, and say what is attached."""
+def examine(needs: Needs | None = None) -> Report:
+    """Import verl and every module with a seam in this process, and say what is attached; try what a run needs."""
+    report = _attached()
+    checks = preflight.check(needs) if needs else []
+    faults = [f"{tried.what}: no. {tried.fault}" for tried in checks if tried.fault]
+    return dataclasses.replace(report, faults=[*report.faults, *faults], checks=checks)
+
+
+def _attached() -> Report:
     version = releases.verl_version() or "missing"
     try:
         seams = hooks.seams()
@@ -90,7 +101,7 @@ def _loading_faults() -> list[str]:
     if "verl_ba" not in {entry.name for entry in entries}:
         faults.append(
             "no entry point 'verl_ba' in the group verl.plugins: the package is on the path but not installed. "
-            f"Run: pip install verl-ba, {advice}"
+            f"Run pip install . in a checkout of verl_ba, {advice}"
         )
     if policy != "auto" and "verl_ba" not in [name.strip() for name in policy.split(",")]:
         faults.append(
@@ -99,13 +110,16 @@ def _loading_faults() -> list[str]:
     return faults
 
 
-def examine_cluster(address: str) -> dict[str, Report]:
-    """`examine` in a worker on every alive node of a running Ray cluster; the reports by node.
+PASSED_ON = ("VERL_USE_EXTERNAL_MODULES", "VERL_USE_EXTERNAL_PLUGINS", "SANDBOX_FUSION_URL")
+"""Variables that are set on the nodes if they are set here, as `ray_kwargs.ray_init.runtime_env.env_vars` would do it."""
 
-    VERL_USE_EXTERNAL_MODULES, if set here, is set there, as `ray_kwargs.ray_init.runtime_env.env_vars` would do it.
+
+def examine_cluster(address: str, needs: Needs | None = None) -> dict[str, Report]:
+    """`examine` in a worker on every alive node of a running Ray cluster; the reports by node. `PASSED_ON` goes along.
 
     Args:
         address: of the cluster, as `ray.init` takes it: 'auto', 'host:port', 'ray://host:port'.
+        needs: what a run needs of each node.
 
     Raises:
         ConnectionError: there is no Ray at this address.
@@ -121,6 +135,8 @@ def examine_cluster(address: str) -> dict[str, Report]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     # Local to this function, so that it travels by value: a node without verl_ba can still say so.
+    wanted = None if needs is None else dataclasses.asdict(needs)
+
     def probe() -> dict[str, Any]:
         import dataclasses
         import importlib.metadata
@@ -128,6 +144,7 @@ def examine_cluster(address: str) -> dict[str, Report]:
 
         try:
             from verl_ba.tools.doctor import examine
+            from verl_ba.tools.preflight import Needs
         except ImportError as error:
             installed = {found.name: found.version for found in importlib.metadata.distributions(name="verl-ba")}
             return {
@@ -136,10 +153,9 @@ def examine_cluster(address: str) -> dict[str, Report]:
                 "python": platform.python_version(),
                 "faults": [f"verl_ba is not there, or another version ({error}). Install it on this node"],
             }
-        return dataclasses.asdict(examine())
+        return dataclasses.asdict(examine(None if wanted is None else Needs(**wanted)))
 
-    name = "VERL_USE_EXTERNAL_MODULES"
-    environment = {name: os.environ[name]} if name in os.environ else {}
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     ray.init(address=address, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR)
     try:
         task = ray.remote(num_cpus=0, max_retries=0)(probe)
@@ -153,7 +169,8 @@ def examine_cluster(address: str) -> dict[str, Report]:
         for label, answer in pending.items():
             try:
                 found: Any = ray.get(answer, timeout=NODE_TIMEOUT)
-                reports[label] = Report(**found)
+                checks = [Check(**tried) for tried in found.pop("checks", [])]
+                reports[label] = Report(**found, checks=checks)
             except Exception as error:  # this node's fault; the others still have their say
                 said = str(error).strip().splitlines() or [""]
                 reports[label] = Report("?", "?", "?", [f"no answer: {type(error).__name__}: {said[-1]}"])
