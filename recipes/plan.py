@@ -5,12 +5,14 @@ this process's place (start.py); or a submit_….sh does, for a cluster.
 """
 
 import contextlib
+import json
 import math
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,8 +24,8 @@ from rich.table import Table
 from recipes import manifest, start
 from verl_ba.aggregation import ALL_MODES
 from verl_ba.loss_agg import LOSS_AGG_REGISTRY, VERL_MODES
+from verl_ba.paper.data.sources import SOURCES
 from verl_ba.tools.analysis.modes import in_full, short
-from verl_ba.tools.cli import cluster_faults
 from verl_ba.tools.doctor import examine
 from verl_ba.tools.preflight import Needs
 
@@ -151,8 +153,14 @@ def nodes_faults(config: DictConfig, address: str | None) -> list[str]:
     here = tuple(file for file in needs.files if Path(file).exists())
     model = needs.model if needs.model and Path(needs.model).exists() else None
     needs = replace(needs, files=here, model=model)
-    with contextlib.redirect_stdout(sys.stderr):  # verl's imports print
-        return cluster_faults(console, address, needs=needs) if address else examine(needs).faults
+    if address is None:
+        with contextlib.redirect_stdout(sys.stderr):  # verl's imports print
+            return examine(needs).faults
+    # In a process of its own: Ray gives workers the driver's path, and this one's has the checkout, which a node may lack.
+    asked = [sys.executable, "-P", "-m", "verl_ba", "doctor", "--ray", address, "--needs", json.dumps(asdict(needs))]
+    variables = {**os.environ, **start.environment(config.trainer.device)}
+    status = subprocess.run(asked, env=variables, stdout=sys.stderr).returncode
+    return [f"the nodes of the Ray cluster at {address}: see what is marked with ✗ above"] if status else []
 
 
 def checkpoint_bytes(config: DictConfig) -> float:
@@ -274,30 +282,87 @@ def cached_responses(config: DictConfig) -> float:
     return rollout_memory(config)[-1].size / (token * longest)
 
 
+def expected_length(config: DictConfig) -> float:
+    """Mean length of a response over the run [tokens], a guess: the model's own key, else half of the longest."""
+    return min(config.get("expected_response_length") or math.inf, config.data.max_response_length / 2)
+
+
+def generation_hours(config: DictConfig, responses: float) -> Line:
+    """Time to generate so many responses [hours]: what the data sheet's bandwidth allows at half of it."""
+    shape, gpu, batch, length = config.model_shape, config.gpu, Batch.of(config), expected_length(config)
+    tokens = responses * length / batch.gpus
+    cache = 4 * shape.layers * shape.kv_heads * shape.head_dim  # bytes a token, keys and values in bf16
+    together = min(responses / batch.gpus, rollout_memory(config)[-1].size / (cache * length))
+    read = 2 * parameters(shape) + together * cache * length / 2
+    return Line(
+        "generation",
+        f"{tokens / 1e6:.1f}e6 tokens a GPU, {together:.0f} responses at once, {read / GB:.0f} GB read for each of "
+        f"their tokens at half of {gpu.tb_per_s} TB/s",
+        tokens / together * read / (0.5 * gpu.tb_per_s * 1e12) / 3600,
+    )
+
+
 def step_hours(config: DictConfig) -> list[Line]:
     """Time of a training step [hours], roughly: what the hardware's data sheet allows at the efficiency that is stated.
 
-    Responses are taken as half the longest; validation and weight synchronisation are left out.
+    The synchronisation of weights is left out.
     """
-    shape, gpu, batch = config.model_shape, config.gpu, Batch.of(config)
-    p, length = parameters(shape), config.data.max_response_length / 2
-    tokens = batch.prompts * batch.n * length / batch.gpus
-    cache = 4 * shape.layers * shape.kv_heads * shape.head_dim  # bytes a token, keys and values in bf16
-    together = min(batch.prompts * batch.n / batch.gpus, rollout_memory(config)[-1].size / (cache * length))
-    read = 2 * p + together * cache * length / 2
+    gpu, batch, length = config.gpu, Batch.of(config), expected_length(config)
+    responses = batch.prompts * batch.n
+    work = 10 * parameters(config.model_shape) * responses * length / batch.gpus
     return [
-        Line(
-            "generation",
-            f"{tokens / 1e6:.1f}e6 tokens a GPU, {together:.0f} responses at once, {read / GB:.0f} GB read for each of "
-            f"their tokens at half of {gpu.tb_per_s} TB/s",
-            tokens / together * read / (0.5 * gpu.tb_per_s * 1e12) / 3600,
-        ),
+        generation_hours(config, responses),
         Line(
             "log-probabilities, update",
             f"(2 + 8) FLOP × P × the same tokens at 0.4 × {gpu.tflop_per_s} TFLOP/s",
-            10 * p * tokens / (0.4 * gpu.tflop_per_s * 1e12) / 3600,
+            work / (0.4 * gpu.tflop_per_s * 1e12) / 3600,
         ),
     ]
+
+
+def validation(config: DictConfig) -> tuple[int, int]:
+    """How many responses a validation generates, and how often the run validates; 0 questions where no number is known."""
+    files = config.data.val_files
+    questions = sum(_questions(Path(file)) for file in ([files] if isinstance(files, str) else files))
+    trainer = config.trainer
+    times = trainer.total_training_steps // trainer.test_freq if trainer.test_freq > 0 else 0
+    return questions * config.actor_rollout_ref.rollout.val_kwargs.n, times + bool(trainer.val_before_train)
+
+
+def _questions(file: Path) -> int:
+    """Rows of a data file: of the file if it is there, else of the catalogue."""
+    if file.suffix == ".parquet" and file.exists():
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_metadata(file).num_rows
+    source = SOURCES.get(file.stem)
+    return (source.rows_written or source.rows_read) if source else 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hours of a run: a step, the steps, the validations, and all of it on all GPUs."""
+
+    step: float
+    training: float
+    validation: float
+    gpus: int
+
+    @property
+    def run(self) -> float:
+        return self.training + self.validation
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.run * self.gpus
+
+
+def cost(config: DictConfig) -> Cost:
+    """What a run takes by the arithmetic of `step_hours`."""
+    step = sum(line.size for line in step_hours(config))
+    responses, times = validation(config)
+    asked = times * generation_hours(config, responses).size if responses else 0.0
+    return Cost(step, step * config.trainer.total_training_steps, asked, Batch.of(config).gpus)
 
 
 def memory_problems(config: DictConfig) -> list[str]:
@@ -355,13 +420,23 @@ def can_estimate(config: DictConfig) -> bool:
 
 
 def show_hours(config: DictConfig) -> None:
-    lines, steps = step_hours(config), config.trainer.total_training_steps
     table = Table("minutes", "", "arithmetic", title="time of a step, a rough estimate", title_justify="left")
-    for line in lines:
+    for line in step_hours(config):
         table.add_row(f"{60 * line.size:.1f}", line.what, line.arithmetic)
-    step = sum(line.size for line in lines)
+    spent, (responses, times) = cost(config), validation(config)
     table.add_row(
-        f"{60 * step:.1f}", "a step", f"{steps} steps: {steps * step:.0f} hours, validation apart", style="bold"
+        f"{60 * spent.step:.1f}",
+        "a step",
+        f"of {expected_length(config):,.0f} tokens a response; {config.trainer.total_training_steps} steps: "
+        f"{spent.training:.1f} hours",
+        style="bold",
+        end_section=True,
+    )
+    each = 60 * spent.validation / times if times else 0.0
+    asked = f"{responses:,} responses" if responses else "a number of responses that is not known"
+    table.add_row(f"{each:.1f}", "a validation", f"{asked}, generated {times} times: {spent.validation:.1f} hours")
+    table.add_row(
+        "", "the run", f"{spent.run:.1f} hours on {spent.gpus} GPUs: {spent.gpu_hours:,.0f} GPU hours", style="bold"
     )
     console.print(table)
 

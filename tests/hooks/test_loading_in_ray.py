@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes import start
+from recipes.cpu_site import prefork
+from recipes.small_data import write_small_sources
 from tests.support.trainer_run import launch, pg_losses
 from verl_ba import releases
 
@@ -34,15 +37,9 @@ def test_configuration_alone_loads_it_in_every_process(prepared, tmp_path):
 
 
 @pytest.fixture
-def started_ray(prepared, tmp_path):
+def started_ray(tmp_path):
     """`ray start --head` in the environment that launch.sh makes; the addresses of Ray and of its job server."""
-    python, variables = tmp_path / "python", tmp_path / "variables"  # launch.sh's interpreter: it notes its environment
-    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && exec env -0 >{variables}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    launch(
-        prepared, tmp_path / "noted", "balanced", PYTHON=str(python), VERL_USE_EXTERNAL_PLUGINS=OFF, VERL_CPU_PREFORK=""
-    )
-    environment = dict(line.split("=", 1) for line in variables.read_text().split("\0") if line)
+    environment = {**os.environ, **start.environment("cpu"), "VERL_USE_EXTERNAL_PLUGINS": OFF}
 
     ports = free_ports(2)
     folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets are in it
@@ -136,10 +133,10 @@ def submit(jobs: str, folder: Path, runtime_env: dict) -> list[str]:
 # ---- the nodes of a cluster
 
 
-def run_doctor(address: str, folder: Path) -> subprocess.CompletedProcess:
+def run_doctor(address: str, folder: Path, *options: str) -> subprocess.CompletedProcess:
     """`verl-ba doctor --ray`, away from the checkout: Ray lets workers import from the driver's folder."""
     return subprocess.run(
-        [sys.executable, "-m", "verl_ba", "doctor", "--ray", address],
+        [sys.executable, "-m", "verl_ba", "doctor", "--ray", address, *options],
         cwd=folder,
         env={**os.environ, "VERL_PLATFORM": "cpu"},
         capture_output=True,
@@ -149,42 +146,79 @@ def run_doctor(address: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def cluster(monkeypatch, prepared):
     """A head node in a process of its own, to which a test adds nodes; what it is started with reaches its workers."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setenv(prefork.VARIABLE, prepared["prefork"])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     yield cluster
     cluster.shutdown()
 
 
+@pytest.fixture
+def paper_run(tmp_path):
+    """The environment of a run of a paper's recipe: its data, small, and a folder with a model's files."""
+    write_small_sources(tmp_path / "sources")
+    build = [sys.executable, "-m", "verl_ba", "data", "all", "--unverified", "--from", str(tmp_path / "sources")]
+    subprocess.run([*build, "--out", str(tmp_path / "data")], check=True, capture_output=True)
+    model = tmp_path / "models" / "Qwen3-1.7B"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).touch()
+    return {"DATA_DIR": f"{tmp_path}/data", "MODEL_DIR": f"{tmp_path}/models", "RESULTS_DIR": f"{tmp_path}/results"}
+
+
 @pytest.mark.trainer
-def test_doctor_examines_every_node_of_a_running_ray(cluster, tmp_path):
-    cluster.add_node(num_cpus=1)
+def test_every_node_of_a_running_ray_is_examined_before_a_run_starts(cluster, tmp_path, paper_run):
+    """Two nodes are in order; each of six others lacks something. A run of a paper's recipe refuses to start on them."""
+    modules = {name: tmp_path / name for name in ("flash", "other", "without_us", "without_math")}
+    for folder in modules.values():
+        folder.mkdir()
+    (modules["flash"] / "flash_attn.py").touch()  # stands for the package, which has no build for a CPU
+    (modules["other"] / "verl" / "version").mkdir(parents=True)
+    (modules["other"] / "verl" / "version" / "version").write_text("9.9.9\n")
+    (modules["other"] / "verl" / "__init__.py").touch()
+    (modules["without_us"] / "verl_ba.py").write_text("raise ImportError('not on this node')")
+    (modules["without_math"] / "math_verify.py").write_text("raise ImportError('no math-verify on this node')")
+
+    def add(*names: str, **variables: str) -> None:
+        path = os.pathsep.join([*(str(modules[name]) for name in names), os.environ["PYTHONPATH"]])
+        cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path, **variables})
+
+    add("flash")
     result = run_doctor(cluster.address, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(RELEASE.version) == result.stdout.count(" yes ") == 2
 
-    (tmp_path / "other" / "verl" / "version").mkdir(parents=True)
-    (tmp_path / "other" / "verl" / "version" / "version").write_text("9.9.9\n")
-    (tmp_path / "other" / "verl" / "__init__.py").touch()
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "verl_ba.py").write_text("raise ImportError('not on this node')")
-    path = os.environ["PYTHONPATH"]
-    cluster.add_node(num_cpus=1, env_vars={"VERL_USE_EXTERNAL_PLUGINS": "none"})
-    cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path / "other"), path])})
-    cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(tmp_path / "none"), path])})
-    result = run_doctor(cluster.address, tmp_path)
-    assert result.returncode == 1
+    add("flash", VERL_USE_EXTERNAL_PLUGINS="none")
+    add("flash", "other")
+    add("flash", "without_us")
+    add("flash", "without_math")
+    add("flash", PATH=str(Path(sys.executable).parent))  # no bubblewrap
+    result = subprocess.run(
+        ["bash", str(ROOT / "recipes" / "qwen3_1.7b_dapo17k.sh"), "balanced"],
+        cwd=tmp_path,
+        env={**os.environ, **paper_run, "PYTHON": sys.executable, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 2
     for message in (
         "importing verl did not load verl_ba",
         "verl 9.9.9 is not supported",
         "verl_ba is not there, or another version (not on this node)",
         "verl differs:",
+        "a number and a formula are scored: no. ",
+        "Install bubblewrap",
+        "flash_attn can be imported: no. No module named 'flash_attn'",  # on the head node
     ):
-        assert message in result.stdout, result.stdout + result.stderr
-    assert result.stdout.count(" yes ") == 2
+        assert message in result.stderr, result.stdout + result.stderr
+    assert result.stderr.count(" yes ") == 1
+    assert not (tmp_path / "results").exists()
 
 
 def test_doctor_names_an_address_without_a_ray(tmp_path):

@@ -22,6 +22,12 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "recipes" / "config"
 MODELS, DATASETS = ("qwen2.5_math_7b", "qwen3_1.7b"), ("dapo17k", "polaris")
 RECIPES = [f"{model}_{dataset}" for model, dataset in itertools.product(MODELS, DATASETS)]
+OTHERS = {
+    "qwen2.5_math_7b_dapo17k_verl": "8x8x80gb",
+    "qwen2.5_0.5b_gsm8k": "1x1x24gb",
+    "qwen2.5_math_1.5b_math": "1x1x80gb",
+}
+"""The recipes that are not the paper's, with the cluster that each names."""
 CLUSTERS = ("1x8x80gb", "2x8x80gb", "4x8x80gb", "1x4x80gb", "1x1x141gb")
 SMALL = ("1x4x80gb", "1x1x141gb")  # for the 1.7B model
 
@@ -54,12 +60,12 @@ NAMES = {"arm_name", "run_dir", "trainer.experiment_name", "trainer.default_loca
 NAMES |= {"trainer.validation_data_dir", "actor_rollout_ref.rollout.trace.experiment_name"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *OTHERS])
 def test_arms_differ_in_one_key(composed, recipe):
-    modes = {}
+    modes, cluster = {}, OTHERS.get(recipe, "1x8x80gb")
     for arm in ARMS:
-        modes[arm] = composed(recipe, arm).actor_rollout_ref.actor.loss_agg_mode
-        different = differing(composed(recipe, "balanced"), composed(recipe, arm)) - NAMES
+        modes[arm] = composed(recipe, arm, cluster).actor_rollout_ref.actor.loss_agg_mode
+        different = differing(composed(recipe, "balanced", cluster), composed(recipe, arm, cluster)) - NAMES
         # the critic's key follows by interpolation, and GRPO has no critic
         assert different <= {"actor_rollout_ref.actor.loss_agg_mode", "critic.loss_agg_mode"}
     assert modes == ARMS
@@ -75,9 +81,6 @@ def test_the_arms_are_the_table_of_short_names():
 @pytest.mark.parametrize("mode", ARMS.values())
 def test_an_arm_may_be_named_by_its_mode(composed, mode, tmp_path):
     assert composed(RECIPES[0], mode) == composed(RECIPES[0], short(mode))
-    result = launch("recipes/launch.sh", RECIPES[0], mode, "--dry-run", RESULTS_DIR=str(tmp_path))
-    assert f"loss_agg_mode={mode}" in result.stderr
-    assert f" arm={short(mode)} " in result.stdout
     assert str(runs.run_folder(RECIPES[0], mode, ["seed=3"], tmp_path)).endswith(f"/{short(mode)}-seed3")
 
 
@@ -138,11 +141,11 @@ def test_recipes_of_one_model_differ_in_data_and_batch_only(composed):
         }
         named |= {key for key in different if key.endswith("project_name")}
         batch = ("data.train_batch_size", "ppo_mini_batch_size", "rollout.n", "rollout_n", "total_training_steps")
-        rest = different - named - {"data.train_files"}
+        rest = different - named - {"data.train_files", "reward.reward_kwargs.overlong_buffer_cfg.enable"}
         assert all(key.endswith(batch) for key in rest), rest
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *OTHERS])
 @pytest.mark.slow
 def test_verl_accepts_every_combination(composed, recipe):
     """verl's dataclasses and its own check of the whole config, for all arms, clusters and shardings."""
@@ -150,8 +153,9 @@ def test_verl_accepts_every_combination(composed, recipe):
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     clusters = CLUSTERS if recipe.startswith("qwen3") else [c for c in CLUSTERS if c not in SMALL]
+    clusters = [OTHERS[recipe]] if recipe in OTHERS else clusters
     combinations = [(arm, cluster, "fsdp") for arm in ARMS for cluster in clusters]
-    combinations += [(arm, "1x8x80gb", "fsdp2") for arm in ARMS]
+    combinations += [(arm, clusters[0], "fsdp2") for arm in ARMS]
     for arm, cluster, sharding in combinations:
         config = composed(recipe, arm, cluster, sharding)
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -178,11 +182,95 @@ def test_the_reward_is_this_packages_and_verl_can_load_it(composed):
     assert resolve_reward_manager_cls(config).__name__ == "DAPORewardManager"
 
 
+PROMPT, LIMIT = 8, 8192
+GROUP = {"right short": (4, 500, True), "right long": (4, LIMIT, True), "wrong short": (8, 500, False)}
+"""How many responses of a group of 16, their length [tokens], and whether they are right."""
+
+
+def advantages(config, right: float, wrong: float) -> dict[str, float]:
+    """The advantage of each kind of response, by verl's own DAPO reward manager and verl's own GRPO."""
+    import asyncio
+
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    rows = [(length, right if good else wrong) for count, length, good in GROUP.values() for _ in range(count)]
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    reward = torch.zeros(len(rows), LIMIT)
+
+    class Tokenizer:
+        def decode(self, ids, skip_special_tokens):
+            return ""
+
+    for row, (length, score) in enumerate(rows):
+        manager = resolve_reward_manager_cls(config)(config, Tokenizer(), lambda score=score, **_: score)
+        mask = (torch.arange(PROMPT + LIMIT) < PROMPT + length).long()
+        tensors = {"responses": torch.zeros(1, LIMIT, dtype=torch.long), "attention_mask": mask[None]}
+        named = {"data_source": np.array(["x"]), "reward_model": np.array([{"ground_truth": "1"}])}
+        result = loop.run_until_complete(manager.run_single(DataProto.from_dict(tensors, named)))
+        reward[row, length - 1] = result["reward_score"]
+    loop.close()
+    valid = torch.stack([(torch.arange(LIMIT) < length).float() for length, _ in rows])
+    advantage, _ = compute_grpo_outcome_advantage(reward, valid, np.array(["one prompt"] * len(rows)))
+    ends = np.cumsum([count for count, _, _ in GROUP.values()]) - 1
+    return {kind: round(float(advantage[end, 0]), 2) for kind, end in zip(GROUP, ends, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "scores", "expected"),
+    [
+        # DAPO's own scale, and ours, which must give the same: rewards of 1 and 0 are half as far apart as 1 and -1.
+        ("qwen2.5_math_7b_dapo17k_verl", [], (1.0, -1.0), (1.46, 0.29, -0.88)),
+        ("qwen2.5_math_7b_dapo17k", [], (1.0, 0.0), (1.46, 0.29, -0.88)),
+        # DAPO's factor on rewards of 1 and 0: right answers of full length get the advantage of wrong ones.
+        (
+            "qwen2.5_math_7b_dapo17k",
+            ["reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0"],
+            (1.0, 0.0),
+            (1.68, -0.56, -0.56),
+        ),
+        # Polaris has no penalty.
+        ("qwen3_1.7b_polaris", [], (1.0, 0.0), (0.97, 0.97, -0.97)),
+    ],
+)
+def test_the_overlong_penalty_leaves_right_answers_their_sign(composed, recipe, override, scores, expected):
+    config = composed(recipe, "balanced", OTHERS.get(recipe, "1x8x80gb"), "fsdp", *override)
+    assert tuple(advantages(config, *scores).values()) == expected
+
+
+def test_verls_own_setting_differs_from_ours_in_the_keys_of_its_file_only(composed):
+    """So that recipes/README.md and the file itself say all of it."""
+    ours = composed("qwen2.5_math_7b_dapo17k", "verl-token", "8x8x80gb")
+    verls = composed("qwen2.5_math_7b_dapo17k_verl", "verl-token", "8x8x80gb")
+    file = yaml.safe_load((CONFIG / "qwen2.5_math_7b_dapo17k_verl.yaml").read_text())
+    named = set(manifest.flatten({key: value for key, value in file.items() if key != "defaults"}, ""))
+    derived = {key for key in differing(ours, verls) if str(leaves(verls).get("." + key, "")).find("-verl") >= 0}
+    different = {f".{key}" for key in differing(ours, verls) - derived - NAMES}
+    assert {key for key in different if not key.startswith(".data.val_files")} <= named | {
+        ".actor_rollout_ref.ref.fsdp_config.fsdp_size"
+    }
+    assert verls.reward.custom_reward_function.path is None
+
+
+def test_the_table_of_costs_is_printed_by_its_command():
+    from recipes import costs
+
+    assert costs.table() in (ROOT / "recipes" / "README.md").read_text()
+
+
 def test_every_value_says_where_it_comes_from():
     """In the files that hold the paper's settings each value has 'paper' or 'ours' beside it, or above it."""
     structure = {"defaults", "run_name", "model_name", "dataset_name", "model_shape"}
     unmarked = []
-    for file in [CONFIG / "paper.yaml", *(CONFIG / "model").iterdir(), *(CONFIG / "dataset").iterdir()]:
+    for file in [
+        CONFIG / "paper.yaml",
+        CONFIG / "one_gpu.yaml",
+        *(CONFIG / "model").iterdir(),
+        *(CONFIG / "dataset").iterdir(),
+    ]:
         marked = None  # indentation of the mark that covers what follows
         for line in file.read_text().splitlines():
             indent, alone = len(line) - len(line.lstrip()), line.lstrip().startswith("#")
@@ -197,14 +285,14 @@ def test_every_value_says_where_it_comes_from():
     assert unmarked == []
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_those_of_the_real_architecture(composed, model):
+@pytest.mark.parametrize("recipe", ["qwen2.5_math_7b_dapo17k", "qwen3_1.7b_dapo17k", *OTHERS])
+def test_parameters_are_those_of_the_real_architecture(composed, recipe):
     """The estimate's count, against transformers' own model built without memory."""
     import torch
     import transformers
 
-    shape = composed(f"{model}_dapo17k").model_shape
-    family = "Qwen2" if "qwen2" in model else "Qwen3"
+    shape = composed(recipe, "balanced", OTHERS.get(recipe, "1x8x80gb")).model_shape
+    family = "Qwen2" if "qwen2" in recipe else "Qwen3"
     config = getattr(transformers, f"{family}Config")(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -239,6 +327,10 @@ KEEP += ["actor_rollout_ref.rollout.gpu_memory_utilization=0.9"]
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "does not divide trainer.n_gpus_per_node=8"),
         ("trainer.logger=[console,wandb]", "expected 'file' among them"),
         ("trainer.n_gpus_per_node=7", "do not divide over 7 data-parallel ranks"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "Give verl-token as the arm instead"),
+        ("arm_name=token", "the run is named after the arm token, which is group-mean-token-mean"),
+        ("actor_rollout_ref.actor.loss_agg_mode=blanced", "expected one of balanced, group-mean-token-mean"),
+        ("arm_name=mine", None),
     ],
 )
 def test_a_config_that_would_fail_late_is_named_early(composed, override, message):
@@ -278,7 +370,9 @@ def test_a_dry_run_shows_arithmetic_and_command_and_writes_nothing(tmp_path):
         "seed=7",
         RESULTS_DIR=str(tmp_path),
     )
-    assert result.returncode == 0
+    assert result.returncode == 0, result.stderr
+    assert "would stop: flash_attn can be imported: no." in result.stderr
+    assert " arm=balanced " in result.stdout
     for text in ("512 prompts × 16 = 8,192", "loss_agg_mode=balanced", "P = 1.72e9", "of 80 in an update"):
         assert text in result.stderr
     assert "would stop: data.train_files=" in result.stderr

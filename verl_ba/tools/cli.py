@@ -56,6 +56,9 @@ def doctor(
             help="try what this run needs, too: a composed configuration or its manifest.json", metavar="FILE"
         ),
     ] = None,
+    needs_json: Annotated[
+        str | None, typer.Option("--needs", hidden=True, help="the same, as recipes/plan.py says it")
+    ] = None,
 ) -> None:
     """Say what is installed, which seams attach in this verl, and why not. Exit status 1 if a mode would not work.
 
@@ -63,7 +66,7 @@ def doctor(
     readable, is there room for a checkpoint. With --ray all of this on every node.
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
-    needs = None if config is None else needs_of(config)
+    needs = Needs(**json.loads(needs_json)) if needs_json else None if config is None else needs_of(config)
     if ray is not None:
         finish(console, cluster_faults(console, ray, quiet, needs))
     if not quiet:
@@ -202,7 +205,7 @@ def version_differences(reports: dict[str, Report]) -> list[str]:
 def finish(console: Console, faults: list[str]) -> None:
     """Print the verdict and leave with its exit status."""
     for fault in faults:
-        console.print(f"✗ {fault}", style="red", highlight=False, markup=False)
+        console.print(f"✗ {fault}", style="red", highlight=False, markup=False, soft_wrap=True)
     if not faults:
         console.print(f"✓ actor_rollout_ref.actor.loss_agg_mode may be {' or '.join(MODES)}", highlight=False)
     raise typer.Exit(1 if faults else 0)

@@ -52,7 +52,7 @@ class Needs:
         """
         data, model, trainer = config["data"], config["actor_rollout_ref"]["model"], config["trainer"]
         files = tuple(
-            str(Path(file).expanduser())
+            str(Path(file).expanduser().absolute())
             for part in (data["train_files"], data["val_files"])
             for file in ([part] if isinstance(part, str) else part or [])
             if "://" not in file
@@ -69,7 +69,7 @@ class Needs:
             gpus=trainer["n_gpus_per_node"] if on_gpus else 0,
             files=files,
             columns=(data["prompt_key"], data["reward_fn_key"], "reward_model"),
-            model=str(Path(path).expanduser()) if path.startswith(("/", ".", "~")) else None,
+            model=str(Path(path).expanduser().absolute()) if path.startswith(("/", ".", "~")) else None,
             folder=str(trainer["default_local_dir"]) if trainer["save_freq"] > 0 else None,
             checkpoint=checkpoint if trainer["save_freq"] > 0 else 0.0,
         )
