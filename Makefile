@@ -18,13 +18,13 @@ demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume)
 
 test: setup  ## the tests: two at a time, then one run of verl's real trainer of each kind
-	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not deep"
 	@$(PY) -m pytest -m "trainer and not deep"
 
 test-fast: setup  ## the tests that take no time, two at a time
-	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not slow"
+	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer and not slow and not deep"
 
-test-all: setup  ## every test, with every run of verl's real trainers on the CPU that `test` leaves out (an hour)
+test-all: setup  ## every test, with what `test` leaves out: more runs of verl's trainers, more batches (an hour)
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
 	@$(PY) -m pytest -m trainer
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ba.tools.cli import PACKAGES, package_version
+from verl_ba.tools.installed import PACKAGES, package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -5,6 +5,7 @@ this process's place (start.py); or a submit_….sh does, for a cluster.
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -22,11 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes import manifest, start
-from verl_ba.aggregation import ALL_MODES
-from verl_ba.loss_agg import LOSS_AGG_REGISTRY, VERL_MODES
 from verl_ba.paper.data.sources import SOURCES
-from verl_ba.tools.analysis.modes import in_full, short
-from verl_ba.tools.doctor import examine
+from verl_ba.tools.analysis.modes import MODES, in_full, short
 from verl_ba.tools.preflight import Needs
 
 HERE = Path(__file__).resolve().parent
@@ -46,9 +44,13 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> DictConfig:
     """
     from hydra import compose, initialize_config_dir
 
+    verl = importlib.util.find_spec("verl")  # found, not imported: that takes ten seconds
+    if verl is None or not verl.submodule_search_locations:
+        raise BadRun(f"no verl in {sys.executable}")
+    configs = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
     overrides = [f"arm={short(text[4:])}" if text.startswith("arm=") else text for text in overrides]
     with initialize_config_dir(str(CONFIG), version_base=None):
-        return compose(recipe, overrides=["hydra.searchpath=[pkg://verl.trainer.config]", *overrides])
+        return compose(recipe, overrides=[f"hydra.searchpath=[{start.quoted(f'file://{configs}')}]", *overrides])
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,13 @@ def problems(config: DictConfig, files: bool = True) -> list[str]:
 def wrong_names(config: DictConfig) -> list[str]:
     """Where the names of a run's results would say another mode than the one that trains; and unknown modes."""
     mode, arm = config.actor_rollout_ref.actor.loss_agg_mode, config.arm_name
-    known = (*ALL_MODES, *LOSS_AGG_REGISTRY, *VERL_MODES)
+    known = MODES
     if mode not in known:
-        return [
-            f"actor_rollout_ref.actor.loss_agg_mode={mode}: expected one of {', '.join(dict.fromkeys(known))}; a mode of "
-            "your own is registered where verl imports it (docs/loading.md), VERL_USE_EXTERNAL_MODULES=verl_ba.plugin,…"
-        ]
+        from verl_ba.loss_agg import LOSS_AGG_REGISTRY, VERL_MODES  # imports torch
+
+        known = tuple(dict.fromkeys([*MODES, *LOSS_AGG_REGISTRY, *VERL_MODES]))
+    if mode not in known:
+        return [f"actor_rollout_ref.actor.loss_agg_mode={mode}: expected one of {', '.join(known)}"]
     if in_full(arm) in known and in_full(arm) != mode:
         return [
             f"actor_rollout_ref.actor.loss_agg_mode={mode}, but the run is named after the arm {arm}, which is "
@@ -154,6 +157,8 @@ def nodes_faults(config: DictConfig, address: str | None) -> list[str]:
     model = needs.model if needs.model and Path(needs.model).exists() else None
     needs = replace(needs, files=here, model=model)
     if address is None:
+        from verl_ba.tools.doctor import examine  # imports torch
+
         with contextlib.redirect_stdout(sys.stderr):  # verl's imports print
             return examine(needs).faults
     # In a process of its own: Ray gives workers the driver's path, and this one's has the checkout, which a node may lack.

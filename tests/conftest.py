@@ -1,22 +1,34 @@
 """Fast tests see one thread and no accelerator; the real trainer's settings come from recipes/launch.sh."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
+from recipes.cpu_site import prefork
+
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+_session = contextlib.ExitStack()
+
+
+def pytest_configure(config):
+    """One server for the session, from which the processes that tests start fork (recipes/cpu_site/prefork.py)."""
+    if not hasattr(config, "workerinput"):  # pytest-xdist's workers use that of the process that starts them
+        os.environ[prefork.VARIABLE] = _session.enter_context(prefork.serve(wait=False))
+        os.environ[prefork.ALSO] = "tests.support."
+
+
+def pytest_unconfigure():
+    _session.close()
 
 
 @pytest.fixture(scope="session")
 def prepared():
-    """The demo's model and data, made once, in a minute; and the server that runs fork from (recipes/cpu_site/prefork.py)."""
-    from recipes.cpu_site import prefork
+    """The demo's model and data, made once, in a minute."""
     from recipes.demo.prepare import prepare
 
-    paths = prepare(RECIPES.parent / ".cache")
-    with prefork.serve() as server:
-        yield paths | {"prefork": server}
+    return prepare(RECIPES.parent / ".cache")
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ import types
 from pathlib import Path
 
 VARIABLE = "VERL_CPU_PREFORK"  # the path of the server's socket
+ALSO = "VERL_CPU_PREFORK_ALSO"  # further names of programs to fork, with commas; tests name theirs
 LIBRARIES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -63,7 +64,8 @@ def ask(path: str) -> None:
     while arguments and arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
         arguments = arguments[1:]  # -u, -B, …
     program = arguments[:2] if arguments[:1] in (["-c"], ["-m"]) else arguments[:1]
-    if not any(name in part for name in STARTED_BY_A_RUN for part in program):
+    names = [*STARTED_BY_A_RUN, *filter(None, os.environ.get(ALSO, "").split(","))]
+    if not any(name in part for name in names for part in program):
         return
     connection = socket.socket(socket.AF_UNIX)
     try:
@@ -108,8 +110,11 @@ def _inherited(file: int) -> bool:
 
 
 @contextlib.contextmanager
-def serve():
-    """Start the server; yields the path of its socket, which VARIABLE names in a run's environment."""
+def serve(wait: bool = True):
+    """Start the server; yields the path of its socket, which VARIABLE names in a run's environment.
+
+    Without `wait` at once: a program that starts before the server listens starts as usual.
+    """
     with tempfile.TemporaryDirectory(prefix="prefork-") as folder:
         path = os.path.join(folder, "socket")
         # What launch.sh sets for runs on the CPU and a library reads when it is imported.
@@ -127,7 +132,7 @@ def serve():
             start_new_session=True,
         )
         try:
-            while not os.path.exists(path):
+            while wait and not os.path.exists(path):
                 if server.poll() is not None:
                     log.seek(0)
                     raise RuntimeError(f"{__file__}: the server ended before it listened:\n{log.read()[-4000:]}")

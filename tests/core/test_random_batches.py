@@ -15,25 +15,27 @@ pytestmark = pytest.mark.slow
 
 hooks.load_seam_modules()
 
-BATCHES = 10_000
 TOLERANCE = 1e-12
 
 
-def test_ten_thousand_random_batches_equal_the_literal_reference(capsys):
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 2_000), pytest.param(2_000, 10_000, marks=pytest.mark.deep)], ids=["some", "the rest"]
+)
+def test_ten_thousand_random_batches_equal_the_literal_reference(capsys, first, last):
     checked, worst = collections.Counter(), 0.0
-    for seed in range(BATCHES):
+    for seed in range(first, last):
         batch = random_batches.draw(seed)
         error = random_batches.mismatch(batch)
         assert error <= TOLERANCE, f"seed {seed}: {error:.1e} {batch}"
         worst = max(worst, error)
         checked[batch.mode, batch.form, batch.layout, batch.session is not None] += 1
-    assert checked.total() == BATCHES
+    assert checked.total() == last - first
     assert (
         len(checked) == len(aggregation.ALL_MODES) * 2 * 2 * 2
     )  # every mode, form and layout, with and without sessions
-    assert min(checked.values()) > BATCHES / 200
+    assert min(checked.values()) > (last - first) / 400
     with capsys.disabled():
-        print(f"\n{BATCHES:,} random batches, largest error {worst:.1e}")
+        print(f"\n{last - first:,} random batches, largest error {worst:.1e}")
 
 
 # ---- mutations

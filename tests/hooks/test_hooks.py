@@ -15,6 +15,7 @@ import verl
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
 
+from recipes.cpu_site import prefork
 from tests.support import reference
 from tests.support import verl_harness as harness
 from verl_ba import hooks, loss_agg
@@ -531,7 +532,8 @@ def test_verl_missing_is_named():
 
 
 def doctor(**environment):
-    return run_python("from verl_ba.tools.cli import app; app(['doctor'])", **environment)
+    forked = {prefork.VARIABLE: os.environ[prefork.VARIABLE], prefork.ALSO: "doctor"}
+    return run_python("from verl_ba.tools.cli import app; app(['doctor'])", **forked, **environment)
 
 
 def test_doctor_approves_this_environment():

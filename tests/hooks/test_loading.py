@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from recipes.cpu_site import prefork
 from verl_ba import releases
 
 pytestmark = pytest.mark.slow
@@ -16,6 +17,10 @@ IS_LOADED = "import verl\nfrom verl_ba import hooks\nprint(hooks.is_installed())
 
 def run_python(code: str, **environment) -> subprocess.CompletedProcess:
     keep = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
+    keep |= {
+        prefork.VARIABLE: os.environ[prefork.VARIABLE],
+        prefork.ALSO: "verl",
+    }  # torch may be there already, verl not
     environment = {**keep, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **environment}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
 

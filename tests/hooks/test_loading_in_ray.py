@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from recipes import start
-from recipes.cpu_site import prefork
 from recipes.small_data import write_small_sources
 from tests.support.trainer_run import launch, pg_losses
 from verl_ba import releases
@@ -146,12 +145,11 @@ def run_doctor(address: str, folder: Path, *options: str) -> subprocess.Complete
 
 
 @pytest.fixture
-def cluster(monkeypatch, prepared):
+def cluster(monkeypatch):
     """A head node in a process of its own, to which a test adds nodes; what it is started with reaches its workers."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    monkeypatch.setenv(prefork.VARIABLE, prepared["prefork"])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     yield cluster
     cluster.shutdown()

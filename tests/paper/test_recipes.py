@@ -145,28 +145,47 @@ def test_recipes_of_one_model_differ_in_data_and_batch_only(composed):
         assert all(key.endswith(batch) for key in rest), rest
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *OTHERS])
-@pytest.mark.slow
-def test_verl_accepts_every_combination(composed, recipe):
-    """verl's dataclasses and its own check of the whole config, for all arms, clusters and shardings."""
+def check_combination(config, sharding) -> None:
+    """By verl's dataclasses, its own check of the whole config, and ours."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    clusters = CLUSTERS if recipe.startswith("qwen3") else [c for c in CLUSTERS if c not in SMALL]
-    clusters = [OTHERS[recipe]] if recipe in OTHERS else clusters
-    combinations = [(arm, cluster, "fsdp") for arm in ARMS for cluster in clusters]
-    combinations += [(arm, clusters[0], "fsdp2") for arm in ARMS]
-    for arm, cluster, sharding in combinations:
-        config = composed(recipe, arm, cluster, sharding)
-        actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        assert actor.loss_agg_mode == config.actor_rollout_ref.actor.loss_agg_mode
-        assert actor.strategy == sharding
-        for part in (config.actor_rollout_ref.rollout, config.algorithm):
-            omega_conf_to_dataclass(part)
-        assert not need_critic(config)
-        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
-        assert plan.problems(config, files=False) == []
-        assert plan.memory_problems(config) == []
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.loss_agg_mode == config.actor_rollout_ref.actor.loss_agg_mode
+    assert actor.strategy == sharding
+    for part in (config.actor_rollout_ref.rollout, config.algorithm):
+        omega_conf_to_dataclass(part)
+    assert not need_critic(config)
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
+    assert plan.problems(config, files=False) == []
+    assert plan.memory_problems(config) == []
+
+
+def clusters_of(recipe):
+    if recipe in OTHERS:
+        return [OTHERS[recipe]]
+    return CLUSTERS if recipe.startswith("qwen3") else [c for c in CLUSTERS if c not in SMALL]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *OTHERS])
+@pytest.mark.slow
+def test_verl_accepts_every_arm_every_cluster_and_every_sharding(composed, recipe):
+    """Arms differ in one key and clusters change no mathematics (above), so one of each at a time is enough here."""
+    first, *rest = clusters_of(recipe)
+    for arm in ARMS:
+        check_combination(composed(recipe, arm, first), "fsdp")
+    for cluster in rest:
+        check_combination(composed(recipe, "balanced", cluster), "fsdp")
+    check_combination(composed(recipe, "balanced", first, "fsdp2"), "fsdp2")
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *OTHERS])
+@pytest.mark.slow
+@pytest.mark.deep
+def test_verl_accepts_every_combination(composed, recipe):
+    for arm, cluster in itertools.product(ARMS, clusters_of(recipe)):
+        for sharding in ("fsdp", "fsdp2"):
+            check_combination(composed(recipe, arm, cluster, sharding), sharding)
 
 
 def test_the_reward_is_this_packages_and_verl_can_load_it(composed):
@@ -263,7 +282,7 @@ def test_the_table_of_costs_is_printed_by_its_command():
 
 def test_every_value_says_where_it_comes_from():
     """In the files that hold the paper's settings each value has 'paper' or 'ours' beside it, or above it."""
-    structure = {"defaults", "run_name", "model_name", "dataset_name", "model_shape"}
+    structure = {"defaults", "run_name", "model_name", "dataset_name", "model_shape", "expected_response_length"}
     unmarked = []
     for file in [
         CONFIG / "paper.yaml",
@@ -404,7 +423,8 @@ def test_a_manifest_keeps_every_start_and_says_what_changed(composed, tmp_path, 
     config = OmegaConf.create(OmegaConf.to_container(composed(RECIPES[0]), resolve=True))
     assert isinstance(config, DictConfig)
     config.run_dir, config.data.train_files, config.data.val_files = str(tmp_path / "run"), str(data), [str(data)]
-    path = manifest.write(config, RECIPES[0], ["arm=balanced"])
+    begun = manifest.write(config, RECIPES[0], ["arm=balanced"])
+    path = manifest.manifest_path(config)
     assert manifest.metrics_file(config).name == "2.jsonl"
     assert "since the previous start" not in capsys.readouterr().err
     config.actor_rollout_ref.actor.optim.lr = 2e-6
@@ -412,6 +432,7 @@ def test_a_manifest_keeps_every_start_and_says_what_changed(composed, tmp_path, 
     assert "config.actor_rollout_ref.actor.optim.lr was 1e-06, is 2e-06" in capsys.readouterr().err
     starts = json.loads(path.read_text())["starts"]
     assert len(starts) == 2
+    assert starts[0]["started"] == begun
     assert starts[0]["data"] == {str(data): hashlib.sha256(b"rows").hexdigest()}
     assert re.fullmatch("[0-9a-f]{40}", starts[0]["git"]["revision"])
     assert starts[0]["versions"]["verl"] == "0.9.1"

@@ -35,7 +35,6 @@ def command_and_environment(prepared, results, arm, overrides, variables) -> tup
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
     environment["PYTHONPATH"] = str(ROOT)
-    environment[prefork.VARIABLE] = prepared["prefork"]
     environment.update(variables)
     return command, environment
 
@@ -195,7 +194,7 @@ def start_with_probe(prepared, folder, results, arm, *overrides):
     command, environment = command_and_environment(prepared, results, arm, overrides, variables)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    run = Started(process, folder, prepared["prefork"])
+    run = Started(process, folder, os.environ[prefork.VARIABLE])
     try:
         yield run
     finally:

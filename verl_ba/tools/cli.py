@@ -1,7 +1,6 @@
 """`verl-ba`: is it attached; what is a loss divided by; what would it weigh; what did it change; data."""
 
 import dataclasses
-import importlib.metadata
 import json
 import platform
 import sys
@@ -17,6 +16,7 @@ from verl_ba.aggregation import MODES
 from verl_ba.paper.data.command import data
 from verl_ba.tools.analysis import commands
 from verl_ba.tools.doctor import Report, examine, examine_cluster
+from verl_ba.tools.installed import PACKAGES, package_version
 from verl_ba.tools.preflight import Check, Needs
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, a
 app.command()(commands.analyze)
 app.command()(commands.compare)
 app.command()(data)
-
-PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "TransferQueue", "flash-attn", "omegaconf")
 
 
 def show_version(wanted: bool) -> None:
@@ -209,13 +207,6 @@ def finish(console: Console, faults: list[str]) -> None:
     if not faults:
         console.print(f"✓ actor_rollout_ref.actor.loss_agg_mode may be {' or '.join(MODES)}", highlight=False)
     raise typer.Exit(1 if faults else 0)
-
-
-def package_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":
