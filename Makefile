@@ -1,6 +1,6 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-versions patches-apply patches-check patches-refresh \
+.PHONY: help setup demo test test-fast test-all test-versions test-gpu-stack patches-apply patches-check patches-refresh \
   recipes-check recipes-smoke lint format bench study study-screen study-verl study-quick study-null study-map doctor lock clean
 
 VENV := .venv
@@ -31,6 +31,9 @@ test-all: setup  ## every test, with what `test` leaves out: more runs of verl's
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
 	@$(PY) -m dev.versions
 
+test-gpu-stack:  ## the GPU stack's own versions on this CPU: does it attach, tests of hooks and policy losses (10 GB)
+	@bash requirements/gpu/stack.sh
+
 patches-apply: setup  ## the modes inside a verl of your own, instead of the plugin: VERL=package or checkout
 	@$(PY) -m patches.patches apply $(VERL)
 
@@ -47,7 +50,7 @@ recipes-smoke: setup  ## two real steps of every recipe and arm on the CPU, a re
 	@$(PY) -m recipes.smoke $(if $(ONLY),--only "$(ONLY)")
 
 lint: setup  ## ruff, pyright, shellcheck
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh recipes/*.sbatch requirements/*.sh .ci/run
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/shellcheck recipes/*.sh recipes/*.sbatch requirements/*.sh requirements/gpu/*.sh .ci/run
 
 format: setup  ## ruff's formatting and fixes
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .

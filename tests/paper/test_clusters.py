@@ -63,7 +63,8 @@ RAY = {
             sys.exit()
         signal.signal(signal.SIGTERM, leave)
         resources = {"GPU": float(options["num-gpus"]), "CPU": float(options["num-cpus"])}
-        here.write_text(json.dumps({"NodeName": node, "Alive": True, "Resources": resources}))
+        devices = {k: v for k, v in os.environ.items() if k.endswith("VISIBLE_DEVICES")}
+        here.write_text(json.dumps({"NodeName": node, "Alive": True, "Resources": resources, "Devices": devices}))
         while os.environ.get("DIES") != node or not pathlib.Path(os.environ["CALLS"], "running").exists(): time.sleep(0.1)
         here.unlink()
         sys.exit(f"Ray died on {node}")
@@ -147,6 +148,16 @@ def test_the_command_runs_against_all_nodes_and_its_status_is_the_jobs(job, slur
 def test_a_command_that_succeeds_ends_the_job_well(job, slurm):
     assert end(job("true", SLURM_CPUS_ON_NODE="1"), slurm)[0] == 0
     assert "requeue" not in Path(slurm["CALLS"], "scontrol").read_text()
+
+
+def test_the_devices_of_another_maker_are_not_named_beside_cudas(job, slurm):
+    """SLURM sets both where it does not know the maker, and verl's worker refuses both."""
+    both = {"CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "0,1"}
+    status, log = end(job('cat "$NODES"/n*; env | grep VISIBLE_DEVICES', **both), slurm)
+    assert status == 0
+    assert log.count('"Devices": {"CUDA_VISIBLE_DEVICES": "0,1"}') == 2
+    assert "CUDA_VISIBLE_DEVICES=0,1" in log
+    assert "ROCR_VISIBLE_DEVICES" not in log
 
 
 def test_slots_suffice_for_verl_where_a_job_has_few_cores(job, slurm):
