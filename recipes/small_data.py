@@ -78,6 +78,13 @@ def dapo_rows(seed: int, size: int, copies: int) -> list[dict]:
     ] * copies
 
 
+def gsm8k_rows(seed: int, size: int) -> list[dict]:
+    return [
+        {"question": problem, "answer": f"It is {answer}.\n#### {int(answer):,}"}
+        for problem, answer in questions(seed, size)
+    ]
+
+
 def code_rows() -> list[dict]:
     rows = []
     for title, statement, starter, tests, _ in PROGRAMS:
@@ -140,18 +147,32 @@ def small_rows() -> dict[str, list[dict]]:
         ],
         "minerva": [{"question": problem, "answer": answer} for problem, answer in questions(7, 20)],
         "livecodebench": code_rows(),
+        "gsm8k": gsm8k_rows(8, 32),
+        "gsm8k_test": gsm8k_rows(9, 20),
+        "math": [
+            {
+                "problem": problem,
+                "solution": f"So it is \\boxed{{{answer}}}.",
+                "level": f"Level {1 + n % 5}",
+                "type": "Algebra",
+            }
+            for n, (problem, answer) in enumerate(questions(10, 70))
+        ],
     }
 
 
 def write_source(name: str, rows: list[dict], folder: Path) -> Path:
-    """Write rows as the file that `verl-ba data NAME --from folder` reads."""
-    path = folder / SOURCES[name].repository / SOURCES[name].file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    """Write rows as the files that `verl-ba data NAME --from folder` reads, in equal parts; the first one's path."""
+    files = SOURCES[name].files
+    for part, file in enumerate(files):
+        path = folder / SOURCES[name].repository / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chosen = rows[part * len(rows) // len(files) : (part + 1) * len(rows) // len(files)]
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(chosen), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
+    return folder / SOURCES[name].repository / files[0]
 
 
 def write_small_sources(folder: Path | str) -> None:

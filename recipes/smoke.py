@@ -5,10 +5,12 @@ Then one run is resumed from its checkpoint, and the checkpoint is evaluated.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +21,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from recipes.cpu_site import prefork
 from recipes.runs import HERE, Run, RunFailed, call, launch, run_folder
+from verl_ba.paper.data.sources import SOURCES
 from verl_ba.tools.analysis.modes import ARM_MODES as ARMS
 from verl_ba.tools.analysis.modes import in_full
 
-RECIPES = ("qwen2.5_math_7b_dapo17k", "qwen2.5_math_7b_polaris", "qwen3_1.7b_dapo17k", "qwen3_1.7b_polaris")
+PAPER = ("qwen2.5_math_7b_dapo17k", "qwen2.5_math_7b_polaris", "qwen3_1.7b_dapo17k", "qwen3_1.7b_polaris")
 BENCHMARKS = ("math500", "aime24", "aime25", "olympiadbench", "minerva", "livecodebench")
+RECIPES = dict.fromkeys(PAPER, BENCHMARKS) | {
+    "qwen2.5_math_7b_dapo17k_verl": ("math_dapo",),
+    "qwen2.5_0.5b_gsm8k": ("openai/gsm8k",),
+    "qwen2.5_math_1.5b_math": ("math500",),
+}
+"""Recipe -> the `data_source`s that its validation reports."""
 SMALL_AIME = {"aime24": 3, "aime25": 3}
+QWEN2 = ("Qwen2.5-Math-7B", "Qwen2.5-Math-1.5B", "Qwen2.5-0.5B-Instruct")
 ATTACHED = ("balanced", "group-mean-token-mean")
 """Modes of this package; verl has the others itself."""
 TIMEOUT = 900  # seconds of a run
@@ -53,7 +64,7 @@ def make_models(folder: Path, texts: list[str]) -> None:
         "bos_token_id": None,
     }
     for name, model_class, config in (
-        ("Qwen2.5-Math-7B", Qwen2ForCausalLM, Qwen2Config(**shape)),
+        *((name, Qwen2ForCausalLM, Qwen2Config(**shape)) for name in QWEN2),
         ("Qwen3-1.7B", Qwen3ForCausalLM, Qwen3Config(**shape, head_dim=32, tie_word_embeddings=True)),
     ):
         torch.manual_seed(0)
@@ -70,6 +81,9 @@ def make_data(folder: Path) -> list[str]:
     write_small_sources(folder / "sources")
     command = [sys.executable, "-m", "verl_ba", "data", "all", "--unverified"]
     subprocess.run([*command, "--from", folder / "sources", "--out", folder], check=True)
+    for name in ("dapo17k", "aime24"):  # verl's own DAPO setting reads them as they are published
+        source = SOURCES[name]
+        shutil.copy(folder / "sources" / source.repository / source.file, folder)
     tables = [pyarrow.parquet.read_table(file) for file in sorted(folder.glob("*.parquet"))]
     return [message["content"] for table in tables for prompt in table["prompt"].to_pylist() for message in prompt]
 
@@ -122,14 +136,14 @@ def train(recipe: str, arm: str, results: Path, steps: int, *overrides: str) -> 
             timeout=TIMEOUT,
         )
         steps_done = run.steps()
-        found = faults(run, arm, steps)
+        found = faults(run, arm, steps, RECIPES[recipe])
     except RunFailed:
         errors = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line][-1:]
         found = [f"failed, see {log}: {' '.join(errors)[:200]}"]
     return Outcome(f"{recipe} {arm}", time.monotonic() - start, found, steps_done)
 
 
-def faults(run: Run, arm: str, steps: int) -> list[str]:
+def faults(run: Run, arm: str, steps: int, benchmarks: Sequence[str]) -> list[str]:
     """What a run that ended did not do."""
     done, found = run.steps(), []
     if len(done) != steps:
@@ -137,7 +151,7 @@ def faults(run: Run, arm: str, steps: int) -> list[str]:
     if not all("actor/pg_loss" in s and s.get("actor/grad_norm", 0) > 0 for s in done):  # only finite numbers are read
         found.append("a loss or gradient that is 0 or not finite")
     logged = {key for step in run.logged().values() for key in step}
-    found += [f"no validation of {b}" for b in BENCHMARKS if not any(k.startswith(f"val-core/{b}/") for k in logged)]
+    found += [f"no validation of {b}" for b in benchmarks if not any(k.startswith(f"val-core/{b}/") for k in logged)]
     config = run.manifest["starts"][-1]["config"]
     if config["actor_rollout_ref"]["actor"]["loss_agg_mode"] != in_full(arm):
         found.append("another mode in the manifest")
@@ -191,14 +205,17 @@ def main(
     make_models(results / "models", make_data(results / "data"))
     chosen = [(r, a) for r in RECIPES for a in ARMS if only in f"{r} {a}"]
     if not chosen:
-        raise typer.BadParameter(f"no combination contains {only!r}; recipes: {RECIPES}, arms: {tuple(ARMS)}")
+        raise typer.BadParameter(f"no combination contains {only!r}; recipes: {tuple(RECIPES)}, arms: {tuple(ARMS)}")
     first = chosen[0]
     jobs = [partial(train, *first, results, 2, "trainer.save_freq=2")]
     jobs += [partial(train, *combination, results, 2) for combination in chosen[1:]]
-    jobs += [partial(resume, *first, results), partial(evaluate, *first, results)]
+    jobs.append(partial(resume, *first, results))
+    if first[0] in PAPER:  # the others have no table of benchmarks
+        jobs.append(partial(evaluate, *first, results))
     outcomes: list[Outcome] = []
     columns = TextColumn("recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
+    with prefork.serve() as server, Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
+        os.environ[prefork.VARIABLE] = server  # the runs' processes fork from one that has imported the libraries
         for job in progress.track(jobs):
             outcomes.append(job())
             progress.console.print("  ".join(outcomes[-1].row))

@@ -88,9 +88,9 @@ def test_all_sources_are_built_from_a_folder(small):
     for name, source in SOURCES.items():
         table = pq.read_table(out / f"{name}.parquet")
         assert table.schema.equals(build.SCHEMA)
-        assert len(table) == unique[name]
+        assert len(table) == (unique[name] if name != "math" else 42)
         for index, row in enumerate(table.to_pylist()):
-            assert row["data_source"] == name
+            assert row["data_source"] == (source.data_source or name)
             assert row["ability"] == source.ability
             assert [message["role"] for message in row["prompt"]] == ["user"]
             assert row["reward_model"]["style"] == "rule"
@@ -343,7 +343,7 @@ def test_check_compares_files_with_their_records(small, tmp_path):
     assert re.search(r"minerva\.parquet: no record", output)
     assert re.search(r"polaris\.json: expected the record that `verl-ba data polaris` writes", output)
     assert re.search(r"dapo17k\.parquet: sha256 .*not a readable parquet file", output)
-    assert output.count("✓") == 2
+    assert output.count("✓") == len(SOURCES) - 6
     assert run("--check", tmp_path / "empty")[0] == 1
 
 
@@ -462,6 +462,8 @@ def test_verl_reads_all_files_as_one_data_set(small, tmp_path, monkeypatch):
 
 
 def test_every_ground_truth_scores_1_and_another_answer_0(small):
+    from verl.utils.reward_score import default_compute_score
+
     from verl_ba.paper.scoring import compute_score
 
     _, out = small
@@ -471,10 +473,41 @@ def test_every_ground_truth_scores_1_and_another_answer_0(small):
             if source.ability == "code":
                 right = f"```python\n{small_data.SOLUTIONS[extra['source_id']]}\n```"
                 wrong = "```python\nprint(0)\n```"
+            elif source.ability == "gsm8k":  # verl's own data_source, which has verl's own reward
+                assert default_compute_score(row["data_source"], f"So it is\n#### {truth}", truth) == 1.0
+                assert default_compute_score(row["data_source"], f"So it is\n#### {int(truth) + 1}", truth) == 0.0
+                continue
             else:
                 right, wrong = f"So it is \\boxed{{{truth}}}.", f"So it is \\boxed{{{int(truth) + 1}}}."
             assert compute_score(name, right, truth, extra) == 1.0, row
             assert compute_score(name, wrong, truth, extra) == 0.0, row
+
+
+def test_gsm8k_is_verls_own_form_and_math_has_levels_3_to_5(small):
+    """As verl's examples/data_preprocess/gsm8k.py writes it."""
+    _, out = small
+    for name, seed in (("gsm8k", 8), ("gsm8k_test", 9)):
+        for row, (problem, answer) in zip(built_rows(out, name), small_data.questions(seed, 1000), strict=False):
+            asked = f'{problem} Let\'s think step by step and output the final answer after "####".'
+            assert row["prompt"] == [{"role": "user", "content": asked}]
+            assert row["reward_model"]["ground_truth"] == answer
+    record = records.read_records(out)["math"]
+    assert (record["rows_read"], record["not_part"], record["rows_written"]) == (70, 28, 42)
+    assert {row["extra_info"]["difficulty"] for row in built_rows(out, "math")} == {"3", "4", "5"}
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"so \boxed{7}", "7"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}} end", r"\frac{1}{2}"),
+        (r"\fbox{x^{2}}", "x^{2}"),
+        (r"\boxed{never closed", None),
+        ("no box", None),
+    ],
+)
+def test_the_answer_of_math_is_in_the_last_box(solution, answer):
+    assert rows.last_box(solution) == answer
 
 
 class Hub:

@@ -263,14 +263,13 @@ def test_the_overlong_penalty_leaves_right_answers_their_sign(composed, recipe, 
 def test_verls_own_setting_differs_from_ours_in_the_keys_of_its_file_only(composed):
     """So that recipes/README.md and the file itself say all of it."""
     ours = composed("qwen2.5_math_7b_dapo17k", "verl-token", "8x8x80gb")
-    verls = composed("qwen2.5_math_7b_dapo17k_verl", "verl-token", "8x8x80gb")
-    file = yaml.safe_load((CONFIG / "qwen2.5_math_7b_dapo17k_verl.yaml").read_text())
-    named = set(manifest.flatten({key: value for key, value in file.items() if key != "defaults"}, ""))
+    verls = composed("qwen2.5_math_7b_dapo17k_verl", "verl-token", "8x8x80gb", "verl_dapo")
+    files = [CONFIG / "qwen2.5_math_7b_dapo17k_verl.yaml", CONFIG / "sharding" / "verl_dapo.yaml"]
+    contents = [yaml.safe_load(file.read_text()) for file in files]
+    named = {name for content in contents for name in manifest.flatten({**content, "defaults": {}}, "")}
     derived = {key for key in differing(ours, verls) if str(leaves(verls).get("." + key, "")).find("-verl") >= 0}
     different = {f".{key}" for key in differing(ours, verls) - derived - NAMES}
-    assert {key for key in different if not key.startswith(".data.val_files")} <= named | {
-        ".actor_rollout_ref.ref.fsdp_config.fsdp_size"
-    }
+    assert {key for key in different if not key.startswith(".data.val_files")} <= named
     assert verls.reward.custom_reward_function.path is None
 
 

@@ -66,6 +66,7 @@ class Tally:
     duplicates_dropped: int = 0
     conflicts_dropped: int = 0
     invalid_dropped: int = 0
+    not_part: int = 0  # rows that this data set leaves out by its definition
     conflicts: list[dict] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
 
@@ -87,15 +88,15 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
     wanted = {
         "format": FORMAT,
         "repository": source.repository,
-        "file": source.file,
+        "file": " ".join(source.files),
         "revision": None if options.folder and options.unverified else revision,
         "template": prompts.TEMPLATES[source.ability],
         "unverified": options.unverified,
         "drop_invalid": options.drop_invalid,
     }
-    path = fetch.local_file(source, options.folder) if options.folder else None
+    paths = fetch.local_files(source, options.folder) if options.folder else None
     if record:
-        fault = difference(record, wanted, records.file_sha256(path) if path else None)
+        fault = difference(record, wanted, records.file_sha256(*paths) if paths else None)
         fault = fault or records.file_fault(options.out, record)
         if fault:
             raise DataError(
@@ -104,8 +105,8 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
             )
         return record, False
 
-    path = path or fetch.hub_file(source, revision)
-    sha256, warnings = records.file_sha256(path), []
+    paths = paths or fetch.hub_files(source, revision)
+    path, (sha256, warnings) = paths[0], (records.file_sha256(*paths), [])
     pinned = source.sha256 if revision == source.revision and not options.unverified else None
     if pinned and sha256 != pinned:
         raise DataError(
@@ -118,7 +119,7 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
     elif options.folder and not pinned:
         warnings.append("taken from a folder, and no checksum of this commit is known: its name is believed")
 
-    questions, tally = select(source, path, options.drop_invalid, console)
+    questions, tally = select(source, paths, options.drop_invalid, console)
     for what, expected, got in (
         ("rows in the source", source.rows_read, tally.rows_read),
         ("rows to write", source.rows_written, len(questions)),
@@ -165,11 +166,12 @@ def difference(record: dict, wanted: dict, sha256: str | None) -> str | None:
     return None
 
 
-def select(source: Source, path: Path, drop_invalid: bool, console: Console) -> tuple[list[Question], Tally]:
+def select(source: Source, paths: list[Path], drop_invalid: bool, console: Console) -> tuple[list[Question], Tally]:
     """Read all rows; of equal questions keep the first, of a question with two different answers none."""
     tally, kept, seen = Tally(), [], {}
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for row in progress.track(source_rows(source, path), source.rows_read, description=source.name):
+        rows = ((path, row) for path in paths for row in source_rows(source, path))
+        for path, row in progress.track(rows, source.rows_read, description=source.name):
             number = tally.rows_read
             tally.rows_read += 1
             try:
@@ -182,6 +184,9 @@ def select(source: Source, path: Path, drop_invalid: bool, console: Console) -> 
                     ) from error
                 tally.invalid_dropped += 1
                 tally.invalid.append(fault)
+                continue
+            if question is None:
+                tally.not_part += 1
                 continue
             copies = seen.setdefault(question.problem if source.unique else number, Copies(question))
             copies.count += 1
@@ -237,7 +242,7 @@ def need_columns(source: Source, where: Path | str, present: set[str]) -> None:
 def verl_row(source: Source, index: int, question: Question) -> dict:
     """A row in verl's columns. extra_info.index: the position in this file."""
     return {
-        "data_source": source.name,
+        "data_source": source.data_source or source.name,
         "prompt": [{"role": "user", "content": question.prompt}],
         "ability": source.ability,
         "reward_model": {"style": "rule", "ground_truth": question.answer},

@@ -49,7 +49,8 @@ def data(
             complain(fault)
         raise typer.Exit(1 if faults else 0)
 
-    chosen = list(SOURCES) if "all" in (names or []) else list(dict.fromkeys(names or []))
+    everything = "all" in (names or []) or (list_files and not names)
+    chosen = list(SOURCES) if everything else list(dict.fromkeys(names or []))
     unknown = [name for name in chosen if name not in SOURCES]
     if unknown or not chosen:
         complain(f"expected data sets out of {', '.join(SOURCES)}, or all; got {' '.join(unknown) or 'none'}")
@@ -95,8 +96,9 @@ def summary(record: dict, out: Path, built: bool) -> str:
             ("duplicates_dropped", "duplicates"),
             ("conflicts_dropped", "with conflicting answers"),
             ("invalid_dropped", "unusable"),
+            ("not_part", "of other levels"),
         )
-        if record[key]
+        if record.get(key)
     ]
     return f"✓ {path}: {record['rows_written']} of {record['rows_read']} rows" + (
         f" (left out: {', '.join(dropped)})" if dropped else ""

@@ -8,9 +8,9 @@ from verl_ba.paper.data.sources import Source
 
 
 def download_command(source: Source, revision: str, folder: str = "DIR") -> str:
-    """The command that brings the file where `--from DIR` looks for it."""
+    """The command that brings the files where `--from DIR` looks for them."""
     return (
-        f"hf download {source.repository} {source.file} --repo-type dataset --revision {revision} "
+        f"hf download {source.repository} {' '.join(source.files)} --repo-type dataset --revision {revision} "
         f"--local-dir {folder}/{source.repository}"
     )
 
@@ -23,8 +23,12 @@ def check_revision(revision: str) -> None:
         )
 
 
-def local_file(source: Source, folder: Path) -> Path:
-    path = folder / source.repository / source.file
+def local_files(source: Source, folder: Path) -> list[Path]:
+    return [_local_file(source, folder, file) for file in source.files]
+
+
+def _local_file(source: Source, folder: Path, file: str) -> Path:
+    path = folder / source.repository / file
     if not path.is_file():
         raise DataError(
             f"{source.name}: {path} is missing. --from DIR takes files at DIR/<repository>/<file>; where there is a "
@@ -33,15 +37,19 @@ def local_file(source: Source, folder: Path) -> Path:
     return path
 
 
-def hub_file(source: Source, revision: str) -> Path:
-    """Return the file at that commit from the hub or its cache. A lost connection is taken up where it broke."""
+def hub_files(source: Source, revision: str) -> list[Path]:
+    """The files at that commit, from the hub or its cache. A lost connection is taken up where it broke."""
+    return [_hub_file(source, revision, file) for file in source.files]
+
+
+def _hub_file(source: Source, revision: str, file: str) -> Path:
     from httpx import HTTPError
     from huggingface_hub import constants, errors, hf_hub_download
 
-    what = f"{source.name}: {source.file} of the data set {source.repository} at {revision}"
+    what = f"{source.name}: {file} of the data set {source.repository} at {revision}"
     away = f"On a machine with a network: {download_command(source, revision)}; then, here, --from DIR"
     try:
-        return Path(hf_hub_download(source.repository, source.file, repo_type="dataset", revision=revision))
+        return Path(hf_hub_download(source.repository, file, repo_type="dataset", revision=revision))
     except errors.GatedRepoError as error:
         raise DataError(
             f"{what}: the owners give access on request. Ask on the data set's page, log in with `hf auth login` or set "

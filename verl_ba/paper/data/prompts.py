@@ -17,7 +17,10 @@ CODE_STARTER = (
     "{problem}\n\nComplete this Python code, keeping its class and function names:\n\n```python\n{starter}\n```\n\n"
     + _CODE_END
 )
-TEMPLATES = {"math": [MATH], "code": [CODE_STDIN, CODE_STARTER]}
+GSM8K = '{problem} Let\'s think step by step and output the final answer after "####".'
+"""verl's own, from examples/data_preprocess/gsm8k.py: its reward for GSM8K looks for the "####"."""
+
+TEMPLATES = {"math": [MATH], "code": [CODE_STDIN, CODE_STARTER], "gsm8k": [GSM8K]}
 
 _DAPO_WRAPPER = re.compile(
     r"Solve the following math problem step by step\. The last line of your response should be of the form Answer: "
@@ -29,6 +32,10 @@ _DAPO_WRAPPER = re.compile(
 
 def math(problem: str) -> str:
     return MATH.format(problem=problem)
+
+
+def gsm8k(problem: str) -> str:
+    return GSM8K.format(problem=problem)
 
 
 def code(problem: str, starter: str) -> str:

@@ -12,11 +12,13 @@ from verl_ba.paper.data.errors import DataError
 from verl_ba.paper.data.sources import SOURCES
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(*paths: Path) -> str:
+    """Checksum of a file, or of several one after the other."""
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    for path in paths:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

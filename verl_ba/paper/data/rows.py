@@ -56,6 +56,40 @@ def aime25(row: dict) -> Question:
     return math_question(row["problem"], row["answer"], source_id=row["id"])
 
 
+def gsm8k(row: dict) -> Question:
+    """GSM8K, in verl's form: the answer is what follows the last "#### ", without commas."""
+    problem, solution = text(row["question"], "question"), text(row["answer"], "answer")
+    _, found, answer = solution.rpartition("#### ")
+    if not found:
+        raise RowError(f'answer: expected a solution that ends in "#### " and a number, got {solution[-80:]!r}')
+    return Question(problem, prompts.gsm8k(problem), text(answer.replace(",", ""), "answer"))
+
+
+def math_level3to5(row: dict) -> Question | None:
+    """MATH: the answer is in the solution's last box. None for the easier levels, and where the level is not known."""
+    level = text(row["level"], "level").removeprefix("Level ")
+    if level not in ("3", "4", "5"):
+        return None
+    answer = last_box(text(row["solution"], "solution"))
+    if answer is None:
+        raise RowError(f"solution: expected an answer in \\boxed{{}}, got {row['solution'][-120:]!r}")
+    return math_question(row["problem"], answer, difficulty=level)
+
+
+def last_box(solution: str) -> str | None:
+    """What stands in the last \\boxed{…} or \\fbox{…}; None if there is none, or it is not closed."""
+    start = max(solution.rfind(f"\\{name}{{") for name in ("boxed", "fbox"))
+    if start < 0:
+        return None
+    start = solution.index("{", start) + 1
+    depth = 1
+    for end in range(start, len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[end], 0)
+        if depth == 0:
+            return solution[start:end]
+    return None
+
+
 def minerva(row: dict) -> Question:
     return math_question(row["question"], row["answer"])
 

@@ -11,10 +11,12 @@ class Source:
     """A data set on the hub.
 
     revision: the commit that is built; found: where that hash is written in public.
-    file: the one file that is read, a parquet or JSON-lines file; sha256: its checksum, None if none was found in public.
+    file: the file that is read, parquet or JSON lines, and more_files that follow it; sha256: the first one's checksum,
+    None if none was found in public.
     columns: what `question` reads of a row; those in optional may be missing. unique: the source repeats its rows, on
     purpose or by accident, so equal questions are built once; the other benchmarks stay as published.
-    rows_read, rows_written: what the pinned file gives, before and after; None if no number was found in public.
+    rows_read, rows_written: what the pinned files give, before and after; None if no number was found in public.
+    data_source: what rows are called in verl's column, by which rewards are chosen; the name unless given.
     """
 
     name: str
@@ -24,13 +26,19 @@ class Source:
     file: str
     sha256: str | None
     columns: tuple[str, ...]
-    question: Callable[[dict], rows.Question]
+    question: Callable[[dict], rows.Question | None]
     rows_read: int
     rows_written: int | None
     split: str = "test"
     ability: str = "math"
     unique: bool = False
     optional: tuple[str, ...] = ()
+    more_files: tuple[str, ...] = ()
+    data_source: str | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return self.file, *self.more_files
 
 
 _DAPO_COLUMNS = ("prompt", "reward_model", "extra_info")
@@ -157,6 +165,54 @@ SOURCES = {
             rows_read=175,
             rows_written=175,
             ability="code",
+        ),
+        # For the recipes on one GPU: prompt and answer as verl prepares them (examples/data_preprocess/gsm8k.py).
+        *(
+            Source(
+                name=name,
+                repository="openai/gsm8k",
+                revision="740312add88f781978c0658806c59bc2815b9866",
+                found="pinned in more than ten public repositories, with file names",
+                file=f"main/{split}-00000-of-00001.parquet",
+                sha256=sha256,
+                columns=("question", "answer"),
+                question=rows.gsm8k,
+                rows_read=count,
+                rows_written=count,
+                split=split,
+                ability="gsm8k",
+                data_source="openai/gsm8k",
+            )
+            for name, split, count, sha256 in (
+                ("gsm8k", "train", 7_473, None),
+                ("gsm8k_test", "test", 1_319, "ee7b8da9e381df27b9e3f7758a159ab2bdaa4dbaa910546cbbc47e0cb44e4f59"),
+            )
+        ),
+        # The training half of MATH, levels 3 to 5. MATH-500 is of the other half.
+        Source(
+            name="math",
+            repository="EleutherAI/hendrycks_math",
+            revision="21a5633873b6a120296cce3e2df9d5550074f4a3",
+            found="pinned in seven public repositories, with file names",
+            file="algebra/train-00000-of-00001.parquet",
+            more_files=tuple(
+                f"{subject}/train-00000-of-00001.parquet"
+                for subject in (
+                    "counting_and_probability",
+                    "geometry",
+                    "intermediate_algebra",
+                    "number_theory",
+                    "prealgebra",
+                    "precalculus",
+                )
+            ),
+            sha256=None,
+            columns=("problem", "solution", "level"),
+            question=rows.math_level3to5,
+            rows_read=7_500,
+            rows_written=None,
+            split="train",
+            unique=True,
         ),
     )
 }

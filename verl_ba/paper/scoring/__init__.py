@@ -7,7 +7,7 @@ verl's reward workers call it in threads, many at once; it keeps its own limits 
 which needs a main thread.
 """
 
-MATH = ("dapo17k", "polaris", "math500", "aime24", "aime25", "olympiadbench", "minerva")
+MATH = ("dapo17k", "polaris", "math", "math500", "aime24", "aime25", "olympiadbench", "minerva")
 CODE = ("livecodebench",)
 
 
