@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from verl import DataProto
-from verl.workers.actor.dp_actor import DataParallelPPOActor
+from verl.workers.actor.dp_actor import DataParallelPPOActor  # pyright: ignore[reportMissingImports]  # verl 0.7.1
 
 from tests.support import verl_harness as harness
 
