@@ -68,8 +68,8 @@ def run(tmp_path):
 
     yield begin
     for process in started:
-        process.kill()
-        process.wait()
+        with process:  # closes its pipe
+            process.kill()
 
 
 def given(tmp_path) -> dict:

@@ -87,7 +87,7 @@ def wrap_compute_advantage(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def _compute_advantage(self, batch, metrics):
-        seen = len(notes(self.replay_buffer))
+        seen = len(notes(getattr(self, "replay_buffer", None)))
         metrics[PREFIX + REWARD_ERRORS.name] = seen - getattr(self, "_verl_ba_reward_errors", 0)
         self._verl_ba_reward_errors = seen
         return original(self, batch, metrics)
@@ -98,7 +98,8 @@ def wrap_compute_advantage(original: Callable) -> Callable:
 def notes(replay_buffer: Any) -> list[dict]:
     """The notes of all rewards that have raised in this run, as the replay buffer last read them."""
     # A key may be seen a moment before its tag.
-    return [note for note in replay_buffer.partitions.get(PARTITION, {}).values() if "error" in note]
+    partitions = getattr(replay_buffer, "partitions", {})  # a trainer that samples in another way has none
+    return [note for note in partitions.get(PARTITION, {}).values() if "error" in note]
 
 
 SEAMS = (
