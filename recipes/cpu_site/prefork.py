@@ -142,6 +142,7 @@ def serve(wait: bool = True):
         finally:
             server.terminate()
             server.wait()
+            log.close()
 
 
 def main(path: str) -> None:
