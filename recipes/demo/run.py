@@ -3,9 +3,7 @@
 Each arm is one call of recipes/launch.sh; nothing here touches training.
 """
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from recipes import runs, start
 from recipes.cpu_site import prefork
 from recipes.demo import summary
 from recipes.demo.prepare import console, prepare
@@ -24,10 +23,6 @@ from verl_ba.tools.analysis.modes import ARM_MODES as ARMS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ARMS = ("balanced", "token", "sequence")
-
-
-class RunFailed(RuntimeError):
-    """A training run ended without all of its steps."""
 
 
 def train(
@@ -41,24 +36,8 @@ def train(
     server: str,
 ) -> None:
     """Run one arm, showing its progress; its log, metrics and rollouts go below `results`."""
-    log_file, folder = metrics_file(results, config, arm, seed), run_folder(results, config, arm, seed)
+    folder = run_folder(results, config, arm, seed)
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [
-        "bash",
-        str(ROOT / "recipes" / "launch.sh"),
-        config,
-        arm,
-        f"seed={seed}",
-        f"actor_rollout_ref.model.path={paths['model'].resolve()}",
-        f"data.train_files={paths['train'].resolve()}",
-        f"data.val_files={paths['validation'].resolve()}",
-        f"reward.custom_reward_function.path={ROOT / 'recipes' / 'demo' / 'chain_sum.py'}",
-        *([f"trainer.total_training_steps={steps}"] if steps else []),
-        *overrides,
-    ]
-    environment = {**os.environ, "RESULTS_DIR": str(results.resolve()), "PYTHON": sys.executable}
-    environment[prefork.VARIABLE] = server
     total = steps or config_steps(config)
     if not console.is_terminal:
         console.print(f"{arm:>10}: {total} steps, log in {folder / 'train.log'}", highlight=False)
@@ -69,27 +48,25 @@ def train(
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress, (folder / "train.log").open("wb") as log:
+    chosen = [
+        f"seed={seed}",
+        f"actor_rollout_ref.model.path={start.quoted(str(paths['model'].resolve()))}",
+        f"data.train_files={start.quoted(str(paths['train'].resolve()))}",
+        f"data.val_files={start.quoted(str(paths['validation'].resolve()))}",
+        f"reward.custom_reward_function.path={start.quoted(str(ROOT / 'recipes' / 'demo' / 'chain_sum.py'))}",
+        *([f"trainer.total_training_steps={steps}"] if steps else []),
+    ]
+    with Progress(*columns, console=console) as progress:
         bar = progress.add_task("starting Ray, FSDP and vLLM (a minute or two)", total=total)
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            while process.poll() is None:
-                show(progress, bar, summary.read_steps(log_file))
-                time.sleep(0.5)
-        finally:
-            if process.poll() is None:  # Ctrl-C: take Ray's processes down as well
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-        done = summary.read_steps(log_file)
-        show(progress, bar, done)
-    if process.returncode != 0 or len(done) < total:
-        tail = (folder / "train.log").read_text(errors="replace").splitlines()[-25:]
-        console.print("\n".join(tail), markup=False, highlight=False)
-        raise RunFailed(
-            f"{arm}: {len(done)} of {total} steps, exit status {process.returncode}. Log: {folder / 'train.log'}. "
-            f"Finished arms are kept: run again with RESUME=1"
+        runs.launch(
+            config,
+            arm,
+            [*chosen, *overrides],
+            results=results,
+            log=folder / "train.log",
+            steps=total,
+            environment={prefork.VARIABLE: server},
+            watch=lambda run: show(progress, bar, run.steps(running=True)),
         )
 
 
@@ -113,24 +90,8 @@ def run_name(config: str) -> str:
     return config.replace("_", "-")
 
 
-def metrics_file(results: Path, config: str, arm: str, seed: int) -> Path:
-    """What verl's file logger writes in the run's first start; the demo has no other."""
-    return run_folder(results, config, arm, seed) / "metrics" / "1.jsonl"
-
-
 def run_folder(results: Path, config: str, arm: str, seed: int) -> Path:
-    return results / run_name(config) / f"{arm}-seed{seed}"
-
-
-def read_run(results: Path, config: str, arm: str, seed: int, model: Path) -> summary.Run:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    lengths = summary.read_lengths(
-        run_folder(results, config, arm, seed) / "rollouts",
-        lambda text: len(tokenizer.encode(text, add_special_tokens=False)) + 1,  # the dump leaves the end token out
-    )
-    return summary.Run(arm, ARMS[arm], summary.read_steps(metrics_file(results, config, arm, seed)), lengths)
+    return results.resolve() / run_name(config) / f"{arm}-seed{seed}"
 
 
 def main(
@@ -150,36 +111,38 @@ def main(
     if unknown := [arm for arm in chosen if arm not in ARMS]:
         raise typer.BadParameter(f"unknown arm {', '.join(unknown)}; expected some of {', '.join(ARMS)}, or 'all'")
     config = "demo_chat" if model else "demo"
-    start = time.monotonic()
+    begin = time.monotonic()
     try:
         paths = prepare(cache, model)
         with prefork.serve() as server:  # the arms' processes fork from one that has imported the libraries
             for arm in chosen:
-                finished = len(summary.read_steps(metrics_file(results, config, arm, seed)))
+                finished = len(runs.Run(run_folder(results, config, arm, seed)).steps(running=True))
                 if resume and finished == (steps or config_steps(config)):
                     console.print(f"{arm:>10}: kept, {finished} steps")
                 else:
                     train(config, arm, paths, results, seed, steps, overrides or [], server)
-    except (FileNotFoundError, RunFailed) as error:
-        console.print(f"[red]error:[/red] {error}", highlight=False)
+    except (FileNotFoundError, runs.RunFailed) as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        console.print("Finished arms are kept: run again with RESUME=1")
         raise typer.Exit(1) from None
-    runs = [read_run(results, config, arm, seed, paths["model"]) for arm in chosen]
+    arms_steps = {arm: runs.Run(run_folder(results, config, arm, seed)).steps() for arm in chosen}
     folder = results / run_name(config)
-    (folder / "summary.md").write_text(summary.markdown(runs))
-    summary.draw(runs, folder / "curves.png")
-    table = Table(*summary.HEADER, title="the same recipe under several aggregations", caption=summary.CAPTION)
-    for run in runs:
-        table.add_row(*summary.row(run))
+    rows = summary.table(arms_steps)
+    (folder / "summary.md").write_text(rows.markdown())
+    summary.draw(arms_steps, folder / "curves.png")
+    table = Table(*rows.header, title="the same recipe under several aggregations", caption=rows.caption)
+    for row in rows.rows:
+        table.add_row(*row)
     screen = Console(width=None if sys.stdout.isatty() else 110)
     screen.print(table)
     screen.print(
         "On policy with binary rewards the balanced and the sequence loss are 0 to float precision, whatever the split over "
         "ranks and micro-batches; token aggregation's is not.\n"
         f"{folder / 'curves.png'}, {folder / 'summary.md'}, metrics in {folder}/*/metrics; "
-        f"{time.monotonic() - start:.0f} s",
+        f"{time.monotonic() - begin:.0f} s",
         highlight=False,
     )
-    if len(runs) > 1:
+    if len(chosen) > 1:
         folders = [run_folder(results, config, arm, seed) for arm in chosen]
         command = [sys.executable, "-m", "verl_ba", "compare", *folders, "--out", folder / "compare"]
         subprocess.run(command, check=True)

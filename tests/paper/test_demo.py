@@ -1,6 +1,5 @@
 """The demo's parts, without training: task, scoring, summary, and what its configs differ in."""
 
-import json
 import math
 import os
 import random
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from recipes import plan
 from recipes.demo import chain_sum, prepare, summary
 from recipes.manifest import flatten
 from verl_ba.tools.analysis.modes import ARM_MODES
@@ -88,24 +88,15 @@ def test_the_tokenizer_round_trips_and_keeps_digits_apart():
 
 
 def test_summary_of_a_run(tmp_path):
-    steps = [{"critic/score/mean": s, "actor/pg_loss": -1e-3, "timing_s/step": 2.0} for s in (0.2, 0.4, 0.9)]
-    log = tmp_path / "a.jsonl"
-    lines = [{"step": i, "data": data} for i, data in enumerate(steps, 1)]
-    log.write_text("\n".join(map(json.dumps, [*lines, {"step": 3, "data": {"val/score": 1}}])))
-    rollouts = tmp_path / "rollouts"
-    rollouts.mkdir()
-    rows = [("a_0_0", 1.0, "xx"), ("a_1_0", 0.0, "xxxx"), ("b_0_0", 1.0, "xxxxxxxx"), ("b_1_0", 1.0, "x")]
-    for step in (1, 2, 10):
-        text = "\n".join(json.dumps({"uid": u, "score": s, "output": o}) for u, s, o in rows)
-        (rollouts / f"{step}.jsonl").write_text(text)
-    lengths = summary.read_lengths(rollouts, len)
-    assert lengths == {1: [2.0] * 3, -1: [4.0] * 3}  # group b has no sign
-    run = summary.Run("balanced", "balanced", summary.read_steps(log), lengths)
-    assert len(run.steps) == 3
-    assert summary.row(run) == ("balanced", "balanced", "0.500", "0.500", "1.0e-03", "2.0", "4.0", "2.00")
-    summary.draw([run], tmp_path / "curves.png")
+    lengths = {"balance/length/positive": 2.0, "balance/length/negative": 4.0}
+    steps = [{"critic/score/mean": s, "actor/pg_loss": -1e-3, "timing_s/step": 2.0, **lengths} for s in (0.2, 0.4, 0.9)]
+    steps[0].pop("balance/length/negative")  # a step in which no response has this sign
+    runs = {"token": steps, "balanced": steps}
+    table = summary.table(runs)
+    assert table.rows[0] == ("token", "group-mean-token-mean", "0.500", "0.500", "1.0e-03", "2.0", "4.0", "2.00")
+    assert table.markdown().count("\n") == 6
+    summary.draw(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert summary.markdown([run]).count("\n") == 3
 
 
 def test_a_step_without_mixed_groups_has_no_length():
@@ -114,12 +105,7 @@ def test_a_step_without_mixed_groups_has_no_length():
 
 
 def compose(config, arm):
-    from hydra import compose, initialize_config_dir
-
-    overrides = ["hydra.searchpath=[pkg://verl.trainer.config]", f"arm={arm}"]
-    overrides += ["actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
-    with initialize_config_dir(str(ROOT / "recipes" / "config"), version_base=None):
-        return OmegaConf.to_container(compose(config, overrides=overrides), resolve=True)
+    return OmegaConf.to_container(plan.compose(config, [f"arm={arm}", *PATHS]), resolve=True)
 
 
 @pytest.mark.parametrize("config", ["demo", "demo_chat"])

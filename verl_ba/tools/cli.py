@@ -21,6 +21,7 @@ from verl_ba.tools.preflight import Check, Needs
 
 if TYPE_CHECKING:
     from verl_ba.tools.audit import Report as AuditReport
+    from verl_ba.tools.check import Report as CheckReport
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
 
@@ -146,6 +147,68 @@ def audit(
     else:
         print_audit(console, report)
     raise typer.Exit(1 if report.faults else 0)
+
+
+@app.command()
+def check(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="processes; on GPUs, one for each")] = 2,
+    config_path: Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")] = None,
+    config_name: Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
+    ] = None,
+    float32: Annotated[bool, typer.Option("--float32", help="compute in float32, for a sharper comparison")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="a small model to use as it is, instead of a random one", metavar="DIR")
+    ] = None,
+) -> None:
+    """One real update of every mode, through verl's worker with your engine and sizes, against a float64 reference.
+
+    Exit status 1 if a mode's loss, gradient or logged gradient norm is off; 2 if the input is wrong or a process failed.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    if config is not None and (overrides or config_path or config_name):
+        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
+        raise typer.Exit(2)
+    with errors.status("running the updates (importing verl takes a while)"):
+        from verl_ba.tools import check as checker
+        from verl_ba.tools.audit.config import AuditError, compose, load
+
+        try:
+            checker.device_of_this_machine()  # before verl is imported
+            composed = load(config) if config else compose(overrides or [], config_path, config_name)
+            report = checker.check(composed, nproc, float32, model)
+        except (AuditError, checker.CheckError) as error:
+            errors.print(f"✗ {error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+    print_check(console, report)
+    raise typer.Exit(1 if report.faults else 0)
+
+
+def print_check(console: Console, report: "CheckReport") -> None:
+    """Relative errors by mode, and what a report to the project should hold."""
+    caption = f"relative errors; allowed: {report.tolerance:g}; last column: the nearest other mode"
+    table = Table("mode", "gradient", "loss", "logged norm", "", "another mode", title=report.title, caption=caption)
+    for result in report.results:
+        numbers = [f"{value:.1e}" for value in (result.gradient_error, result.loss_error, result.norm_error)]
+        sign, style = ("✗", "red") if result in report.faults else ("✓", "")
+        table.add_row(result.case.mode, *numbers, sign, f"{result.nearest:.1e}", style=style)
+    console.print(table)
+    for line in report.changed:
+        console.print(f"· {line}", highlight=False, markup=False)
+    versions = ", ".join(f"{name} {package_version(name)}" for name in PACKAGES)
+    console.print(
+        f"verl_ba {__version__}, Python {platform.python_version()}, {versions}", highlight=False, soft_wrap=True
+    )
+    if report.faults:
+        modes = ", ".join(result.case.mode for result in report.faults)
+        console.print(f"✗ wrong: {modes}. Please report this page with your overrides", style="red", highlight=False)
+    else:
+        console.print("✓ every mode trains what it says on these ranks", highlight=False)
 
 
 def print_audit(console: Console, report: "AuditReport") -> None:
