@@ -27,6 +27,7 @@ of one rollout have become one response.
 """
 
 import functools
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
@@ -266,7 +267,8 @@ def number(name: str, labels: Labels) -> torch.Tensor:
     labels = tolist() if tolist else labels  # the items of a numpy array hash slowly
     numbers: defaultdict[Hashable, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # an unseen label gets the next number
-    return torch.tensor(list(map(numbers.__getitem__, labels)), dtype=torch.int64)
+    # An array is filled several times as fast as a tensor. The 0 at its end: torch refuses an empty buffer.
+    return torch.frombuffer(array("q", [*map(numbers.__getitem__, labels), 0]), dtype=torch.int64)[:-1]
 
 
 def _renumber(code_B: torch.Tensor) -> torch.Tensor:

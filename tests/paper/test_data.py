@@ -5,6 +5,7 @@ import errno
 import hashlib
 import http.server
 import json
+import math
 import pickle
 import re
 import subprocess
@@ -158,6 +159,34 @@ def test_copies_are_built_once_and_conflicting_answers_not_at_all(pin, tmp_path)
     assert problem not in str(built_rows(tmp_path / "out", "dapo17k"))
 
 
+@pytest.mark.parametrize(
+    ("answers", "kept"),
+    [
+        (("7", "7.0"), "7"),  # equal numbers: the first way of writing counts
+        (("7.0", "7"), "7.0"),
+        (("007", "7"), "007"),
+        (("-0", "0"), "-0"),
+        (("1e3", "1000"), "1e3"),
+        (("7", " 7 "), "7"),  # blanks
+        (("x+1", "x+1"), "x+1"),
+        (("7", "8"), None),
+        (("7", "-7"), None),
+        (("0.3333", "0.3334"), None),
+        (("7", "seven"), None),
+        (("\\frac{1}{2}", "0.5"), None),  # equal, but only a grader can say so: neither is trusted
+    ],
+)
+def test_answers_that_are_equal_numbers_are_no_conflict(pin, tmp_path, answers, kept):
+    source_rows = small_data.small_rows()["polaris"][:2]
+    source_rows += [{**source_rows[1], "answer": answer} for answer in answers]
+    source_rows.pop(1)
+    folder = pin("polaris", source_rows, written=1 if kept is None else 2)
+    status, output = run("polaris", "--from", folder, "--out", tmp_path / "out")
+    assert status == 0, output
+    truths = [row["reward_model"]["ground_truth"] for row in built_rows(tmp_path / "out", "polaris")]
+    assert truths[1:] == ([] if kept is None else [kept])
+
+
 def test_a_benchmark_keeps_the_rows_it_publishes(pin, tmp_path):
     source_rows = small_data.small_rows()["minerva"] * 2
     status, output = run("minerva", "--from", pin("minerva", source_rows), "--out", tmp_path / "out")
@@ -170,6 +199,16 @@ def test_a_benchmark_keeps_the_rows_it_publishes(pin, tmp_path):
     [
         ("polaris", {"answer": "\t"}, r"row 5 \(from 0\): answer: expected text, got '\\t'"),
         ("polaris", {"answer": None}, r"row 5 \(from 0\): answer: expected text, got None"),
+        (
+            "polaris",
+            {"answer": math.nan},
+            r"row 5 \(from 0\): answer: expected text, got nan, which stands for a missing",
+        ),
+        ("polaris", {"answer": "NaN "}, r"row 5 \(from 0\): answer: expected text, got 'NaN ', which stands for a"),
+        ("polaris", {"answer": -math.inf}, r"row 5 \(from 0\): answer: expected text, got -inf"),
+        ("polaris", {"answer": True}, r"row 5 \(from 0\): answer: expected text, got True"),
+        ("minerva", {"answer": math.nan}, r"row 5 \(from 0\): answer: expected text, got nan"),
+        ("olympiadbench", {"final_answer": ["nan"]}, r"row 5 .*final_answer: expected text, got 'nan'"),
         ("polaris", {"problem": ""}, r"row 5 \(from 0\): problem: expected text, got ''"),
         ("dapo17k", {"prompt": []}, r"row 5 \(from 0\): prompt: expected a list of one message .*got '\[\]'"),
         ("dapo17k", {"prompt": None}, r"row 5 \(from 0\): prompt: expected a list of one message .*got 'None'"),

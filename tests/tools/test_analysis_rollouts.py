@@ -102,48 +102,145 @@ def test_plain_lines_with_chat_prompts_and_a_named_length(tmp_path):
     assert got.group_step.tolist() == [7]  # from the file's name
 
 
-def test_every_kind_of_bad_line_is_counted_and_placed_and_the_rest_is_read(tmp_path):
-    good = [plain("p", 1.0, 4), plain("p", 0.0, 6)]
-    bad = [
-        '{"prompt": "p", "response": "cut he',
-        "[1, 2]",
-        '{"prompt": "p", "response": "r", "length": 3}',
-        '{"prompt": "p", "response": "r", "length": 3, "score": NaN}',
-        plain("p", 1.0, -2),
-        plain("p", 1.0, 3, step="last"),
-        {"response": "r", "score": 1.0, "length": 2},
-        {"input": "alone", "output": "o", "score": 1.0, "length": 2},
-        "not utf-8",
-    ]
-    path = write(tmp_path / "f.jsonl", [good[0], *bad, "", good[1]])
-    path.write_bytes(path.read_bytes().replace(b"not utf-8", b'"\xff\xfe"'))
-    got = read_rollouts([path])
-    assert got.length.tolist() == [4, 2, 6]
-    assert got.lines == len(bad) + 2
-    counts = {name.split(" (")[0]: (n, got.problems.places[name]) for name, n in got.problems.counts.items()}
-    assert counts == {
-        "not JSON": (2, ["f.jsonl:2", "f.jsonl:10"]),
-        "not a JSON object": (1, ["f.jsonl:3"]),
-        "no score": (2, ["f.jsonl:4", "f.jsonl:5"]),
-        "no length": (1, ["f.jsonl:6"]),
-        "the step is not a whole number": (1, ["f.jsonl:7"]),
-        "neither a uid nor a prompt to tell the group by": (1, ["f.jsonl:8"]),
-        "another form": (1, ["f.jsonl:9"]),
-        "group of one response: no other to compare it with; used all the same": (1, ["f.jsonl:9"]),
-    }
+def verls(step, uid=None, score=1.0, length=4, **more):
+    """A line as verl's trainers write it; without a uid the legacy trainer's."""
+    line = {"input": "p", "output": "o", "gts": None, "score": score, "step": step, "response_length": length, **more}
+    return line if uid is None else {**line, "uid": uid}
+
+
+def group(step, prompt, *lengths):
+    """One group of the legacy trainer, the first response right."""
+    return [verls(step, score=float(i == 0), length=n, input=prompt) for i, n in enumerate(lengths)]
+
+
+NO_SCORE, NO_LENGTH, NO_GROUP = "no score", "no length", "neither a uid nor a prompt to tell the group by"
+COPY, ABANDONED = "a copy of an earlier line", "a step that a later start of the run took again, or one after it"
+SEVERAL = "a prompt that its step seems to have several times, without a uid to tell the groups apart"
+SHORT_STEP = "step with fewer responses than the other steps; used all the same"
+SHORT_GROUP = "group with fewer responses than the other groups; used all the same"
+ALONE = "group of one response: no other to compare it with; used all the same"
+CUT = "the last line is cut: the run was killed while it wrote"
+PLAIN = [plain("p", 1.0, 4), plain("p", 0.0, 6)]
+
+# what it is | lines by file | lengths that are right | problems | why
+ODD = [
+    ("a cut last line", {"f": [*PLAIN, '{"prompt": "p", "response": "cut he|']}, [4, 6], {CUT: ["f.jsonl:3"]},
+     "the lines before it are whole"),
+    ("a cut line that a later start wrote on after", {"f": [*PLAIN, '{"prompt": "p", "resp{"prompt": "p"}']}, [4, 6],
+     {"not JSON": ["f.jsonl:3"]}, "which of the two it was cannot be told"),
+    ("a last line without its end", {"f": [*PLAIN, json.dumps(PLAIN[0]) + "|"]}, [4, 6, 4], {}, "it is whole"),
+    ("the zeros of a disk that lost power", {"f": [*PLAIN, "\0\0\0|"]}, [4, 6], {CUT: ["f.jsonl:3"]}, "no line"),
+    ("empty lines", {"f": [PLAIN[0], "", "  ", PLAIN[1]]}, [4, 6], {}, "nobody wrote anything there"),
+    ("another kind of JSON", {"f": [*PLAIN, "[1, 2]", '"text"', "7"]}, [4, 6], {"not a JSON object": ["f.jsonl:3",
+     "f.jsonl:4", "f.jsonl:5"]}, "no fields"),
+    ("not UTF-8 where it is needed", {"f": [*PLAIN, b'{"\xff": 1, "uid": "\xff", "score": 1, "length": 3}']}, [4, 6],
+     {"not JSON": ["f.jsonl:3"]}, "the uid is unknown"),
+    ("not UTF-8 in a text that is not needed", {"f": [*PLAIN, b'{"prompt": "p", "response": "\xff", "score": 1, '
+     b'"length": 3}']}, [4, 6, 3], {}, "only its length is needed"),
+    ("half a surrogate pair, as Python writes it", {"f": [*PLAIN, plain("p", 1.0, 3, response="\ud83d")]}, [4, 6, 3], {},
+     "only its length is needed"),
+    ("all kinds of letters", {"f": [*PLAIN, plain("p", 1.0, 3, response="ℓ̄ 長さ \u2028 \x7f 🙂")]}, [4, 6, 3], {},
+     "a line ends at a line feed only"),
+    ("a score that is nan", {"f": [*PLAIN, plain("p", math.nan, 3)]}, [4, 6], {NO_SCORE: ["f.jsonl:3"]},
+     "nobody knows whether it was right"),
+    ("a score that is infinite", {"f": [*PLAIN, plain("p", -math.inf, 3), '{"prompt": "p", "score": 1e999}']}, [4, 6],
+     {NO_SCORE: ["f.jsonl:4", "f.jsonl:3"]}, "no mean of its group"),
+    ("a score as text", {"f": [*PLAIN, plain("p", "1.0", 3)]}, [4, 6], {NO_SCORE: ["f.jsonl:3"]},
+     "a reward is a number, and text may be a grade"),
+    ("a score that is not there", {"f": [*PLAIN, plain("p", None, 3)]}, [4, 6], {NO_SCORE: ["f.jsonl:3"]}, "unknown"),
+    ("a reward that is true or false", {"f": [plain("p", True, 4), {"prompt": "p", "reward": False, "length": 6}]},
+     [4, 6], {}, "1 and 0"),
+    ("nan in a field that is not needed", {"f": [*PLAIN, plain("p", 1.0, 3, loss=math.nan)]}, [4, 6, 3], {},
+     "Python writes NaN, which JSON does not have; the rest of the line is whole"),
+    ("an empty output that ended at once", {"f": [verls(1, length=1, output=""), verls(1, score=0.0)]}, [1, 4], {},
+     "its end token"),
+    ("an empty output that is masked", {"f": [verls(1, length=0, output=""), verls(1, score=0.0)]}, [0, 4], {},
+     "a response without a valid token weighs nothing, and counts as empty"),
+    ("a length below 0", {"f": [*PLAIN, plain("p", 1.0, -2)]}, [4, 6], {NO_LENGTH: ["f.jsonl:3"]}, "no length"),
+    ("a length as text, or true", {"f": [*PLAIN, plain("p", 1.0, "3"), plain("p", 1.0, True)]}, [4, 6],
+     {NO_LENGTH: ["f.jsonl:3", "f.jsonl:4"]}, "no number"),
+    ("a step as text", {"f": [*PLAIN, plain("p", 1.0, 3, step="last")]}, [4, 6],
+     {"the step is not a whole number": ["f.jsonl:3"]}, "its group is unknown"),
+    ("neither uid nor prompt", {"f": [*PLAIN, {"response": "r", "score": 1.0, "length": 2}]}, [4, 6],
+     {NO_GROUP: ["f.jsonl:3"]}, "its group is unknown"),
+    ("two forms", {"f": [*PLAIN, verls(0)]}, [4, 6, 4], {"another form": ["f.jsonl:3"]}, "both say what is needed"),
+    ("a group of one", {"f": [*PLAIN, plain("alone", 1.0, 2)]}, [4, 6, 2], {ALONE: ["f.jsonl:3"]}, "it is what training saw"),
+    ("a step cut between two lines", {str(i): [verls(i, f"{i}{j // 8}_{j}_0") for j in range(64 if i < 3 else 21)]
+     for i in (1, 2, 3)}, [4] * 149, {SHORT_STEP: ["3.jsonl:1 (step 3: 21 of 64)"], SHORT_GROUP: ["3.jsonl:17 (5 of 8)"]},
+     "what is there is right, and less than there was"),
+    ("steps that all differ", {str(i): [verls(i, f"{i}{j // 2}_{j}_0") for j in range(2 * i)] for i in (1, 2, 3, 4)},
+     [4] * 20, {}, "nothing says how many there should be"),
+    ("a resumed run in one file", {"f": [line for start, steps in ((1, (1, 2, 3, 4)), (2, (3, 4))) for step in steps
+     for line in group(step, "p", 10 * step + start, start)]}, [11, 1, 21, 1, 32, 2, 42, 2],
+     {ABANDONED: ["f.jsonl:5", "f.jsonl:6", "f.jsonl:7"]}, "the model that goes on comes from the second start"),
+    ("a resumed run that went less far", {"f": [line for start, steps in ((1, (1, 2, 3, 4)), (2, (2,))) for step in steps
+     for line in group(step, "p", 10 * step + start, start)]}, [11, 1, 22, 2],
+     {ABANDONED: ["f.jsonl:3", "f.jsonl:4", "f.jsonl:5"]}, "steps 3 and 4 come from the branch that was given up"),
+    ("a resumed run in two files", {"a": [verls(s, f"{s}x_{i}_0", length=s) for s in (1, 2) for i in (0, 1)],
+     "b": [verls(2, f"2y_{i}_0", length=9) for i in (0, 1)]}, [1, 1, 9, 9], {ABANDONED: ["a.jsonl:3", "a.jsonl:4"]},
+     "uids are drawn anew, so these are no copies"),
+    ("steps in the order of a shell's wildcard", {"f": [line for step in (1, 10, 11, 2, 3) for line in group(step, "p",
+     step, 1)]}, [1, 1, 10, 1, 11, 1, 2, 1, 3, 1], {}, "no step comes twice"),
+    ("one step in the files of two ranks", {"a": [verls(1, "x_0_0", length=1), verls(1, "y_0_0", length=2)],
+     "b": [verls(1, "x_1_0", length=3), verls(1, "y_1_0", length=4)]}, [1, 3, 2, 4], {}, "the groups go on"),
+    ("the same file twice", {"1": [verls(1, f"x_{i}_0") for i in (0, 1)], "copy": [verls(1, f"x_{i}_0") for i in (0, 1)]},
+     [4, 4], {COPY: ["1.jsonl:1", "1.jsonl:2"]}, "a uid stands for one row; the folder's other file is read first"),
+    ("two files in a third", {"1": group(1, "p", 3, 5), "2": group(2, "p", 3, 5), "all": group(1, "p", 3, 5) +
+     group(2, "p", 3, 5)}, [3, 5, 3, 5], {COPY: ["1.jsonl:1", "1.jsonl:2", "2.jsonl:1"]}, "the same lines"),
+    ("plain lines in two files", {"a": PLAIN, "b": [PLAIN[1], plain("p", 1.0, 9)]}, [4, 6, 9], {COPY: ["b.jsonl:1"]},
+     "the same prompt, response and score, which another draw of the same text would repeat within a file as well"),
+    ("equal responses in one file", {"f": [PLAIN[0], PLAIN[0], PLAIN[1]]}, [4, 4, 6], {}, "a model may say the same twice"),
+    ("equal lines of two steps", {"1": PLAIN, "2": PLAIN}, [4, 6, 4, 6], {}, "the step is the file's name"),
+    ("the same uid twice", {"1": [verls(1, "a_0_0"), verls(1, "a_1_0"), verls(1, "a_0_0")]}, [4, 4],
+     {COPY: ["1.jsonl:3"]}, "a uid stands for one row"),
+    ("a prompt twice in a step, no uid", {"1": [*group(1, "p", 2, 4), *group(1, "q", 3, 5), *group(1, "q", 7, 9),
+     *group(1, "r", 6, 8)]}, [2, 4, 6, 8], {SEVERAL: ["1.jsonl:3 (4 responses, other groups 2)"]},
+     "its two groups have means of their own, and nothing says which response is whose"),
+    ("a prompt twice in a step, with uids", {"1": [verls(1, f"{g}_{i}_0", length=i + 1) for g in "ab" for i in (0, 1)]},
+     [1, 2, 1, 2], {}, "the uids tell them apart"),
+    ("a prompt in two steps", {"1": group(1, "p", 2, 4), "2": group(2, "p", 2, 4)}, [2, 4, 2, 4], {}, "two updates"),
+    ("groups of different size in a plain file", {"f": [plain(p, 1.0, 3) for p in "aabbcccc"]}, [3] * 8,
+     {f"{SEVERAL}; used all the same": ["f.jsonl:5 (4 responses, other groups 2)"]}, "there the prompt is the group"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "lengths", "problems"), [case[1:4] for case in ODD], ids=[case[0] for case in ODD])
+def test_what_is_odd_costs_itself_and_is_counted_with_its_place(tmp_path, files, lengths, problems):
+    for name, lines in files.items():
+        text = [line if isinstance(line, str | bytes) else json.dumps(line, ensure_ascii=True) for line in lines]
+        whole = b"".join((t.encode() if isinstance(t, str) else t) + b"\n" for t in text)
+        (tmp_path / f"{name}.jsonl").write_bytes(whole.removesuffix(b"|\n"))
+    got = read_rollouts(find_files(tmp_path))
+    assert got.length.tolist() == lengths
+    assert {name.split(" (")[0]: places for name, places in got.problems.places.items()} == problems
+    assert len(got.group_label) == len(set(got.group.tolist())) == len(got.group_step) == len(got.group_place)
+
+
+def test_the_table_says_why():
+    assert all(case[4] for case in ODD)
+
+
+def test_texts_that_are_counted_may_be_odd_too(tmp_path):
+    lines = [plain("p", 1.0, 0, response=text) for text in ("ab", "", "\ud83d", None, 3)]
+    got = read_rollouts([write(tmp_path / "f.jsonl", lines)], lambda texts: [len(t.encode()) for t in texts])
+    assert got.length.tolist() == [2, 0, 1]
+    assert list(got.problems.counts.values()) == [2]
+    path = tmp_path / "g.jsonl"
+    path.write_bytes(b'{"prompt": "p", "response": "\xff", "score": 1}\n' + path.with_name("f.jsonl").read_bytes())
+    got = read_rollouts([path], lambda texts: [len(t.encode()) for t in texts])
+    assert got.problems.places == {"no response text (expected a string in 'output' or 'response')": [
+        "g.jsonl:1", "g.jsonl:5", "g.jsonl:6"]}  # fmt: skip
 
 
 def test_only_the_first_places_of_a_problem_are_kept(tmp_path):
     got = read_rollouts([write(tmp_path / "f.jsonl", ["{"] * 9 + [plain("p", 1.0, 4)])])
-    name = "not JSON (a line that was cut, or another format)"
+    assert got.problems.counts["not JSON"] == 9
+    assert got.problems.places["not JSON"] == ["f.jsonl:1", "f.jsonl:2", "f.jsonl:3"]
+    files = [write(tmp_path / f"{name}.jsonl", [plain("p", 1.0, n) for n in range(9)]) for name in "ab"]
+    got = read_rollouts(files)
+    (name,) = got.problems.counts
     assert got.problems.counts[name] == 9
-    assert got.problems.places[name] == ["f.jsonl:1", "f.jsonl:2", "f.jsonl:3"]
-
-
-def test_the_same_uid_twice_is_counted(tmp_path):
-    line = {"input": "p", "output": "x", "gts": "", "score": 1.0, "length": 2, "uid": "a_0_0"}
-    got = read_rollouts([write(tmp_path / "1.jsonl", [line, {**line, "uid": "a_1_0"}, line])])
-    assert got.problems.counts == {"the same uid a second time in one step; used all the same": 1}
+    assert got.problems.places[name] == ["b.jsonl:1", "b.jsonl:2", "b.jsonl:3"]
 
 
 def test_nothing_usable_is_one_error_that_says_why(tmp_path):
@@ -161,20 +258,22 @@ def test_nothing_usable_is_one_error_that_says_why(tmp_path):
         find_files(tmp_path / "other")
 
 
-def test_reading_streams(tmp_path):
-    long = "word " * 4000
-    path = write(tmp_path / "f.jsonl", [plain(f"{i % 50} {long}", 1.0, 5, response=long) for i in range(500)])
-    size = path.stat().st_size
-    read = []
-    tracemalloc.start()
-    read_rollouts([path], lambda texts: [1] * len(texts), on_bytes=read.append)
-    held = tracemalloc.get_traced_memory()[1]
-    read_rollouts([path], on_bytes=read.append)
-    peak_without_text = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert sum(read) == 2 * size
-    assert held < size  # a batch of texts at most
-    assert peak_without_text < 1.1 * held
+@pytest.mark.parametrize("counting", [False, True])
+def test_memory_does_not_grow_with_the_text(tmp_path, counting):
+    peaks = []
+    for words in (1000, 8000):
+        long = "word " * words
+        path = write(
+            tmp_path / f"{words}.jsonl", [plain(f"{i % 50} {long}", 1.0, 5, response=long) for i in range(300)]
+        )
+        read: list[int] = []
+        tracemalloc.start()
+        read_rollouts([path], (lambda texts: [1] * len(texts)) if counting else None, on_bytes=read.append)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert sum(read) == path.stat().st_size
+        assert len(read) >= path.stat().st_size // (2 * rollouts._BLOCK)  # progress moves
+    assert peaks[1] < 1.5 * peaks[0]  # the file is 8 times as large: 24 MB
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +420,7 @@ def run(*arguments):
 
 def test_analyze_prints_and_writes_its_report(tmp_path):
     path = synthetic(tmp_path / "[bold]f.jsonl", gap=1.5, variation=0.3)
-    path.write_text(path.read_text() + "{cut\n")
+    path.write_text(path.read_text() + "{cut")
     result = run(path, "--out", tmp_path / "out", "--resamples", 50)
     assert result.exit_code == 0, result.output
     assert "length gap is large" in " ".join(result.output.split())
@@ -329,7 +428,7 @@ def test_analyze_prints_and_writes_its_report(tmp_path):
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names == {"analyze.html", "analyze.md", "analyze.json", "overview.png", "lengths.png", "steps.png"}
     numbers = json.loads((tmp_path / "out" / "analyze.json").read_text())
-    assert numbers["input"]["problems"]["counts"] == {"not JSON (a line that was cut, or another format)": 1}
+    assert numbers["input"]["problems"]["counts"] == {"the last line is cut: the run was killed while it wrote": 1}
     assert numbers["weighing"]["overall"]["balanced/tilt"]["value"] == pytest.approx(0, abs=1e-9)
     assert set(numbers["weighing"]["steps"]) == {"1", "2"}
     text = (tmp_path / "out" / "analyze.md").read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf, open_dict
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ REJECTION = (
 )
 THIRD_PARTY = textwrap.dedent(
     """
+    import torch
     from verl.trainer.ppo import core_algos
     from verl.utils.torch_functional import masked_mean
 
@@ -62,6 +64,45 @@ THIRD_PARTY = textwrap.dedent(
     def one_rank(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
         batch = old_log_prob, log_prob, advantages, response_mask
         return aggregated(*batch, loss_agg_mode, **{**config.global_batch_info, "dp_size": 1}), {}
+
+
+    def of_lengths(name, length):
+        # it divides by another length than that of the mask, and else does what the mode asks for
+
+        @core_algos.register_policy_loss(name)
+        def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+            share = response_mask.sum(1, keepdim=True) / length(response_mask).clamp(min=1)
+            info = config.global_batch_info
+            return aggregated(old_log_prob, log_prob, advantages * share, response_mask, loss_agg_mode, **info), {}
+
+        return loss
+
+
+    def span(mask):
+        return (mask * (1 + torch.arange(mask.shape[1]))).amax(1, keepdim=True)
+
+
+    of_lengths("test_span", span)
+    of_lengths("test_half", lambda mask: 2 * mask.sum(1, keepdim=True))
+
+
+    def beside(name, extra):
+        # it does what the mode asks for, and adds something of the masked tokens
+
+        @core_algos.register_policy_loss(name)
+        def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+            info = config.global_batch_info
+            mean = aggregated(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, **info)
+            there = span(response_mask) > torch.arange(response_mask.shape[1])
+            hidden = there & (response_mask == 0)
+            return mean + info["dp_size"] * extra(log_prob, advantages, hidden.float()), {}
+
+        return loss
+
+
+    beside("test_penalty", lambda log_prob, advantages, hidden: 0.01 * (log_prob * hidden).sum())
+    beside("test_tool_tokens", lambda log_prob, advantages, hidden: -(advantages * log_prob * hidden).sum() / 40)
+    beside("test_value_only", lambda log_prob, advantages, hidden: 0.01 * (log_prob.detach() * hidden).sum())
 
 
     @core_algos.register_policy_loss("test_reweighted")
@@ -232,6 +273,48 @@ def test_counts_of_the_micro_batch_in_agg_loss_are_seen(monkeypatch):
     assert "_micro" in row(report).formula
 
 
+# ---- what stands behind the mask, and constant factors
+
+
+def test_the_batch_has_holes_with_numbers_behind_them():
+    batch = batches.make_batch(ppo_trainer())
+    hidden = (torch.arange(batches.WIDTH)[None] < batch.length[:, None]) & (batch.mask == 0)
+    assert int(hidden.sum()) == 7
+    for column in (batch.advantage, batch.policy, batch.old, batch.moved, batch.reference):
+        assert (column[hidden] != 0).all()
+    assert (batch.mask.gather(1, (batch.length - 1).clamp(min=0)[:, None])[batch.length > 0] == 1).all(), "no shorter"
+
+
+@pytest.mark.parametrize("trainer", ["True", "False"])
+@pytest.mark.parametrize("name", ["test_penalty", "test_tool_tokens", "test_value_only"])
+def test_masked_tokens_with_weight_are_a_fault(name, trainer):
+    report = audited(loss(name), "loss_agg_mode=balanced", f"trainer.use_v1={trainer}")
+    assert ("policy loss", "masked") in kinds(report)
+    assert "tool output, have weight" in message(report, "masked")
+
+
+def test_a_loss_that_divides_by_the_span_is_a_fault():
+    report = audited(loss("test_span"), "loss_agg_mode=seq-mean-token-mean")
+    assert kinds(report) == {("policy loss", "rule")}
+    assert row(report).formula == "Σ m·ℓ / (B·T_span)"
+    assert "own tokens, masked ones included" in message(report, "rule")
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "group-mean-token-mean", "balanced"])
+def test_an_extra_constant_factor_is_a_fault(mode):
+    report = audited(loss("test_half"), f"loss_agg_mode={mode}")
+    assert kinds(report) == {("policy loss", "factor")}
+    assert "it is 0.5 times what" in message(report, "factor")
+
+
+def test_empty_responses_change_the_scale_against_token_mean_and_that_is_said():
+    """Two responses of twelve are empty: B counts them, so the loss is 10/12 of what the other ten alone would give."""
+    for mode in ("balanced", "group-mean-token-mean"):
+        assert "here 1 of 12" in message(audited(f"loss_agg_mode={mode}"), "empty")
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        assert not [finding for finding in audited(f"loss_agg_mode={mode}").findings if finding.kind == "empty"]
+
+
 # ---- stale counts
 
 
@@ -239,7 +322,7 @@ def test_token_mean_with_rejection_counts_the_rejected_tokens_in_v1():
     report = audited(*REJECTION, "use_kl_loss=True")
     assert kinds(report) == {("policy loss, KL to the reference", "stale")}
     assert row(report).formula == "Σ m·ℓ / N_before"
-    assert "53 tokens are counted and 46 are left" in message(report, "stale")
+    assert "46 tokens are counted and 39 are left" in message(report, "stale")
 
 
 @pytest.mark.parametrize("overrides", [("trainer.use_v1=False",), ("loss_agg_mode=balanced",)])
@@ -338,8 +421,8 @@ def test_kl_and_entropy_follow_the_mode_and_by_how_much_is_said():
     assert not report.faults
     notes = {finding.term: finding.message for finding in report.findings if finding.kind == "follows"}
     assert set(notes) == {"entropy", "KL to the reference"}
-    # 53 tokens in 12 responses, the shortest of 1 and the longest of 9 tokens: 53/12/1 and 53/12/9
-    assert all("0.49 to 4.4 times" in note for note in notes.values())
+    # 46 tokens in 12 responses, the shortest of 1 and the longest of 8 tokens: 46/12/1 and 46/12/8
+    assert all("0.48 to 3.8 times" in note for note in notes.values())
     report = audited("use_kl_loss=True", "entropy_coeff=0.01")
     assert not [finding for finding in report.findings if finding.kind == "follows"]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from verl_ba.tools.analysis import paper
 from verl_ba.tools.analysis.comparison import WINDOW, compare
-from verl_ba.tools.analysis.runs import Run, RunError, read_runs
+from verl_ba.tools.analysis.runs import Run, RunError, read_runs, read_steps, start_files
 from verl_ba.tools.cli import app
 
 SCORE, VALIDATION = "critic/score/mean", "val-core/openai/gsm8k/acc/mean@4"
@@ -61,17 +61,71 @@ def test_the_mode_comes_from_the_runs_configuration(tmp_path):
         assert (run.arm, run.seed, run.mode) == ("ours", 2, "balanced")
 
 
-def test_a_runs_folder_is_read_with_all_its_starts(tmp_path):
-    """As recipes/launch.sh makes it: a metrics file for each start, of which a later one repeats steps."""
-    metrics = tmp_path / "token-seed2" / "metrics"
-    metrics.mkdir(parents=True)
-    for start, steps in ((1, {1: 0.1, 2: 0.2, 3: 0.3}), (2, {3: 0.5, 4: 0.4}), (10, {5: 0.6})):
+# what it is | steps and scores of each start | what is left | why
+STARTS = [
+    ("one start", [{1: 0.1, 2: 0.2}], {1: 0.1, 2: 0.2}, "all of it"),
+    ("it went on where it stopped", [{1: 0.1, 2: 0.2}, {3: 0.3}], {1: 0.1, 2: 0.2, 3: 0.3}, "nothing was abandoned"),
+    ("it repeated steps", [{1: 0.1, 2: 0.2, 3: 0.3}, {3: 0.5, 4: 0.4}], {1: 0.1, 2: 0.2, 3: 0.5, 4: 0.4},
+     "from a checkpoint"),
+    ("it is not yet as far", [{20: 0.5, 21: 0.6, 60: 0.9}, {21: 0.2, 40: 0.1}], {20: 0.5, 21: 0.2, 40: 0.1},
+     "60 is of the branch that was abandoned"),
+    ("three starts", [{1: 0.1, 2: 0.2, 3: 0.3}, {2: 0.4, 3: 0.5}, {3: 0.6}], {1: 0.1, 2: 0.4, 3: 0.6}, "each discards"),
+    ("the third goes back further", [{1: 0.1, 5: 0.2}, {4: 0.3}, {2: 0.4}], {1: 0.1, 2: 0.4}, "4 was abandoned, too"),
+    ("from the beginning", [{1: 0.1, 2: 0.2}, {1: 0.3}], {1: 0.3}, "without a checkpoint"),
+    ("a start that wrote nothing", [{1: 0.1, 2: 0.2}, {}], {1: 0.1, 2: 0.2}, "it has no first step"),
+]  # fmt: skip
+
+
+def write_starts(folder, starts):
+    (folder / "metrics").mkdir(parents=True)
+    for number, steps in enumerate(starts, 1):
         lines = [{"step": step, "data": {SCORE: value}} for step, value in steps.items()]
-        (metrics / f"{start}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for where in (tmp_path, tmp_path / "token-seed2"):
+        (folder / "metrics" / f"{number}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(("starts", "left"), [case[1:3] for case in STARTS], ids=[case[0] for case in STARTS])
+def test_a_later_start_discards_every_step_from_its_first_one_on(tmp_path, starts, left):
+    """As recipes/launch.sh makes it, a metrics file for each start; and the same lines in one file."""
+    folder = write_starts(tmp_path / "token-seed2", starts)
+    one = tmp_path / "one" / "token-seed2.jsonl"
+    one.parent.mkdir()
+    one.write_text("".join(file.read_text() for file in start_files(folder)))
+    for where in (tmp_path, folder, one):
         (run,) = read_runs([where])
         assert (run.arm, run.seed, run.mode) == ("token", 2, "group-mean-token-mean")
-        assert run.series[SCORE] == {1: 0.1, 2: 0.2, 3: 0.5, 4: 0.4, 5: 0.6}
+        assert run.series[SCORE] == left
+        assert where == one or bool(run.notes) == (sum(map(len, starts)) > len(left))
+    assert {step: metrics[SCORE] for step, metrics in read_steps(folder).items()} == left
+
+
+def test_starts_are_in_the_order_of_their_numbers(tmp_path):
+    folder = write_starts(tmp_path / "token-seed2", [{i: i / 100} for i in range(1, 12)])
+    assert read_runs([folder])[0].last_step == 11
+
+
+def test_the_validation_of_the_checkpoint_leaves_what_was_trained_before_it(tmp_path):
+    folder = write_starts(tmp_path / "token-seed2", [{20: 0.5, 21: 0.6}])
+    lines = [{"step": 20, "data": {VALIDATION: 0.7}}, {"step": 21, "data": {SCORE: 0.3}}]
+    (folder / "metrics" / "2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([folder])
+    assert run.series == {SCORE: {20: 0.5, 21: 0.3}, VALIDATION: {20: 0.7}}
+    assert "steps 21 to 21 is left out" in run.notes[0]
+
+
+def test_tensorboard_files_of_several_starts(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    for number, steps in enumerate(({1: 0.25, 2: 0.5, 3: 0.75}, {2: 0.125})):
+        writer = SummaryWriter(tmp_path / "balanced-seed1", filename_suffix=f".{number}")
+        for step, value in steps.items():
+            writer.add_scalar(SCORE, value, step)
+            writer.add_scalar("actor/entropy", value, step)
+        writer.close()
+        for path in (tmp_path / "balanced-seed1").glob(f"*.{number}"):
+            path.rename(path.with_name(f"events.out.tfevents.{number}"))
+    (run,) = read_runs([tmp_path / "balanced-seed1"])
+    assert run.series[SCORE] == run.series["actor/entropy"] == {1: 0.25, 2: 0.125}
 
 
 def test_a_tensorboard_folder_is_read(tmp_path, monkeypatch):
@@ -98,7 +152,7 @@ wandb.finish()
 """
 
 
-def test_an_offline_wandb_folder_is_read_and_a_cut_one_is_an_error(tmp_path):
+def test_an_offline_wandb_folder_is_read_a_cut_one_up_to_there_and_a_damaged_one_is_an_error(tmp_path):
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", WANDB_RUN], env=environment, check=True, timeout=300, capture_output=True)
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
@@ -106,8 +160,12 @@ def test_an_offline_wandb_folder_is_read_and_a_cut_one_is_an_error(tmp_path):
     assert (run.name, run.arm, run.seed, run.mode) == ("mine", "mine", 5, "balanced")
     assert run.series[SCORE] == {1: 0.25, 2: 0.5, 3: 0.75}  # records of 40,000 bytes cross the blocks of 32 KiB
     (file,) = folder.glob("*.wandb")
-    file.write_bytes(file.read_bytes()[:50_000])
-    with pytest.raises(RunError, match=rf"{file.name}: cut or damaged at byte \d+ of 50000"):
+    file.write_bytes(file.read_bytes()[:100_000])
+    (run,) = read_runs([folder])
+    assert run.series[SCORE] in ({1: 0.25}, {1: 0.25, 2: 0.5})
+    assert f"{file.name} is cut at byte" in run.notes[0]
+    file.write_bytes(file.read_bytes()[:20_000] + b"\xff" * 30_000)
+    with pytest.raises(RunError, match=rf"{file.name}: damaged at byte \d+ of 50000"):
         read_runs([folder])
     file.write_bytes(b"nothing")
     with pytest.raises(RunError, match="not a wandb file"):
@@ -121,7 +179,7 @@ def test_the_padding_at_the_end_of_a_wandb_block_is_skipped(tmp_path):
     pieces = [runs._PIECE.pack(0, len(data), runs._WHOLE) + data for data in (first, b"second")]
     path = tmp_path / "run.wandb"
     path.write_bytes(b":W&B" + bytes(3) + pieces[0] + bytes(3) + pieces[1])
-    assert list(runs._wandb_records(path)) == [first, b"second"]
+    assert list(runs._wandb_records(path, [])) == [first, b"second"]
 
 
 def test_missing_and_cut_runs_are_named(tmp_path):
@@ -133,8 +191,17 @@ def test_missing_and_cut_runs_are_named(tmp_path):
     with pytest.raises(RunError, match=r"empty-seed1.jsonl: no metrics in it"):
         read_runs([tmp_path / "empty-seed1.jsonl"])
     path = file_log(tmp_path, "cut-seed1", [0.1, 0.2])
-    path.write_text(path.read_text()[:-9])
-    with pytest.raises(RunError, match=r"cut-seed1.jsonl:2: expected a line .* The run was cut there"):
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    (run,) = read_runs([path])
+    assert run.series == {SCORE: {1: 0.1}}
+    (note,) = run.notes
+    assert "cut-seed1.jsonl:2 is cut" in note
+    assert compare([run]).notes[0] == note
+    path.write_text(whole.strip())  # the line is whole
+    assert read_runs([path])[0].series == {SCORE: {1: 0.1, 2: 0.2}}
+    path.write_text(whole[:-9] + whole)  # not the last line: which step it was cannot be told
+    with pytest.raises(RunError, match=r"cut-seed1.jsonl:2: expected a line .* damaged"):
         read_runs([path])
     path.write_text('{"input": "a rollout dump"}\n')
     with pytest.raises(RunError, match=r"cut-seed1.jsonl:1: expected a line"):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 import pyarrow as pa
@@ -77,7 +78,7 @@ class Copies:
 
     first: Question
     count: int = 0
-    answers: set[str] = field(default_factory=set)
+    answers: dict[Decimal | str, str] = field(default_factory=dict)  # by value, as first written
 
 
 def build(source: Source, options: Options, console: Console) -> tuple[dict, bool]:
@@ -190,16 +191,24 @@ def select(source: Source, paths: list[Path], drop_invalid: bool, console: Conso
                 continue
             copies = seen.setdefault(question.problem if source.unique else number, Copies(question))
             copies.count += 1
-            copies.answers.add(question.answer)
+            copies.answers.setdefault(answer_value(question.answer), question.answer)
     for copies in seen.values():
         if len(copies.answers) > 1:
             tally.conflicts_dropped += copies.count
-            tally.conflicts.append({"problem": copies.first.problem, "answers": sorted(copies.answers)})
+            tally.conflicts.append({"problem": copies.first.problem, "answers": sorted(copies.answers.values())})
         else:
             tally.duplicates_dropped += copies.count - 1
             kept.append(copies.first)
     del tally.invalid[NAMED:], tally.conflicts[NAMED:]
     return kept, tally
+
+
+def answer_value(answer: str) -> Decimal | str:
+    """The number that an answer is, so that 7 and 7.0 are no conflict; else the answer itself."""
+    try:
+        return Decimal(answer)
+    except InvalidOperation:
+        return answer
 
 
 def source_rows(source: Source, path: Path) -> Iterator[dict]:

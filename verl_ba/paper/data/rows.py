@@ -4,6 +4,7 @@ import base64
 import binascii
 import io
 import json
+import math
 import pickle
 import zlib
 from dataclasses import dataclass
@@ -152,9 +153,12 @@ class OnlyBuiltinValues(pickle.Unpickler):
 
 
 def text(value: Any, field: str) -> str:
-    """Return value as a string without outer blanks; RowError if it is empty or neither text nor a number."""
+    """Return value as a string without outer blanks; RowError if it is empty, nan, or neither text nor a number."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise RowError(f"{field}: expected text, got {value!r}")
+    # what pandas and Python write in the place of a value that is missing
+    if str(value).strip().lower() == "nan" or (isinstance(value, float) and not math.isfinite(value)):
+        raise RowError(f"{field}: expected text, got {value!r}, which stands for a missing value")
     if not (stripped := str(value).strip()):
         raise RowError(f"{field}: expected text, got {value!r}")
     return stripped

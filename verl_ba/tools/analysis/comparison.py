@@ -5,7 +5,7 @@ separately for each benchmark.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -97,7 +97,8 @@ def compare(runs: Sequence[Run], until: int | None = None, resamples: int = 2000
         if all(key in run.series for run in runs) and len({tuple(run.series[key]) for run in runs}) == 1
     }
     pairs = [pair for a, b in combinations(arms, 2) if (pair := _pair(a, b, bootstrap))]
-    return Comparison(benchmarks, smoothed, runs[0].last_step, arms, pairs, curves, _notes(arms, pairs, smoothed))
+    notes = [note for run in runs for note in run.notes] + _notes(arms, pairs, smoothed)
+    return Comparison(benchmarks, smoothed, runs[0].last_step, arms, pairs, curves, notes)
 
 
 def _cut(run: Run, until: int) -> Run:
@@ -106,7 +107,7 @@ def _cut(run: Run, until: int) -> Run:
     }
     if not series:
         raise RunError(f"{run.path}: nothing up to step {until}")
-    return Run(run.name, run.path, run.arm, run.seed, run.mode, series)
+    return replace(run, series=series)
 
 
 def _same_end(runs: Sequence[Run]) -> None:

@@ -6,29 +6,37 @@
     plain                        prompt, response, score; uid and step if there are any
 
 (`_write_generations` of verl/trainer/ppo/v1/trainer_base.py and ray_trainer.py; validation dumps have the same form.)
-Without a uid, the responses to the same prompt in the same step are one group. What is wrong in a line is counted under
-a name, with the places of the first few; the line is left out.
+Without a uid, the responses to the same prompt in the same step are one group. What is wrong with a line, a group or a step
+is counted under a name, with the places of the first few. `_Reader.take` judges lines. `_Reader.rollouts` judges what shows
+only when all lines are there: copies, steps that a start abandoned, prompts that a step has twice, groups and steps that are
+too short.
 """
 
 import json
-import math
-import re
-from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 LENGTH_FIELDS = ("response_length", "length")
 """Where lengths are looked for when neither a tokenizer nor a field is named."""
 
-_V1_UID = re.compile(r"(.+)_(\d+)_(\d+)")
-_BATCH = 1024  # responses that are tokenised together
+_BLOCK = 1 << 20  # bytes of whole lines that are taken together
 _PLACES = 3  # places kept of each problem
 _LABEL = 60  # characters of a prompt that stand for its group
+
+_NO_SCORE = "no score (expected a finite number in 'score' or 'reward')"
+_NO_TEXT = "no response text (expected a string in 'output' or 'response')"
+_COPY = "a copy of an earlier line (the same uid in its step, or the same line in another file)"
+_ABANDONED = "a step that a later start of the run took again, or one after it"
+_SEVERAL = "a prompt that its step seems to have several times, without a uid to tell the groups apart"
+_SHORT_STEP = "step with fewer responses than the other steps; used all the same"
+_ALONE = "group of one response: no other to compare it with; used all the same"
+_SHORT_GROUP = "group with fewer responses than the other groups; used all the same"
 
 
 @dataclass
@@ -38,11 +46,10 @@ class Problems:
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, name: str, place: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-        places = self.places.setdefault(name, [])
-        if len(places) < _PLACES:
-            places.append(place)
+    def add(self, name: str, *places: str, times: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + times
+        kept = self.places.setdefault(name, [])
+        kept += places[: _PLACES - len(kept)]
 
 
 @dataclass
@@ -92,147 +99,333 @@ def read_rollouts(
     Raises:
         NoRollouts: no line could be used; the message names what was wrong with them.
     """
-    reader = _Reader(length_field, wants_text=count_tokens is not None)
-    texts: list[str] = []
-    lengths = array("q")
-    for place, line, fallback_step in _lines(files, on_bytes):
-        text = reader.add(place, line, fallback_step)
-        if text is not None and count_tokens is not None:
-            texts.append(text)
-            if len(texts) == _BATCH:
-                lengths.extend(count_tokens(texts))
-                texts.clear()
-    if texts and count_tokens is not None:
-        lengths.extend(count_tokens(texts))
-    return reader.columns(lengths if count_tokens is not None else reader.length)
-
-
-def _lines(files: Iterable[Path], on_bytes: Callable[[int], Any]) -> Iterator[tuple[tuple[str, int], bytes, int]]:
-    for path in files:
-        step, unreported = _file_step(path), 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                unreported += len(line)
-                if number % 4096 == 0:
-                    on_bytes(unreported)
-                    unreported = 0
-                if line.strip():
-                    yield (path.name, number), line, step
-        on_bytes(unreported)
+    reader = _Reader(list(files), count_tokens, length_field)
+    for file, path in enumerate(reader.files):
+        number, step = 1, _file_step(path)
+        with path.open("rb", buffering=_BLOCK) as stream:
+            while lines := stream.readlines(_BLOCK):
+                reader.take(lines, file, number, step)
+                number += len(lines)
+                on_bytes(sum(map(len, lines)))
+    return reader.rollouts()
 
 
 def _file_step(path: Path) -> int:
     return int(path.stem) if path.stem.isdecimal() else 0
 
 
-class _Reader:
-    """Parses lines and collects columns; one entry per line that could be used."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
-    def __init__(self, length_field: str | None, wants_text: bool) -> None:
+
+def _decoder(length_fields: Sequence[str]) -> msgspec.json.Decoder:
+    """Decoder of the fields that are needed. It passes over the others, and finds texts without building them."""
+    lengths = {f"length_{i}": name for i, name in enumerate(length_fields)}
+    fields = [
+        *((name, float | bool | None, None) for name in ("score", "reward")),
+        *((name, _Count | None, None) for name in ("step", *lengths)),
+        ("uid", str | int | None, None),
+        *((name, msgspec.Raw, None) for name in ("output", "response", "input", "prompt")),
+    ]
+    return msgspec.json.Decoder(msgspec.defstruct("Line", fields, rename=lengths, gc=False))
+
+
+def _value(raw: Any) -> Any:
+    """The value of a field that was found and not built; None if there is none, or it cannot be decoded."""
+    try:
+        return None if raw is None else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _label(raw: bytes) -> str:
+    """A prompt as it is shown."""
+    value = _value(raw)
+    return value if isinstance(value, str) else raw.decode(errors="replace")
+
+
+@dataclass
+class _Rows:
+    """Columns over lines that could be used, in the order of reading."""
+
+    length: np.ndarray  # [tokens]
+    score: np.ndarray
+    group: np.ndarray  # numbered in the order in which groups were met
+    session: np.ndarray  # -1 without one
+    row: np.ndarray  # of the session
+    file: np.ndarray
+    number: np.ndarray  # of the line, from 1
+    content: np.ndarray  # hash of the line where copies are told by it, else 0
+
+    def __getitem__(self, which: np.ndarray) -> "_Rows":
+        return _Rows(*(column[which] for column in vars(self).values()))
+
+
+class _Reader:
+    """Judges lines, and what they add up to."""
+
+    def __init__(
+        self, files: list[Path], count_tokens: Callable[[list[str]], list[int]] | None, length_field: str | None
+    ) -> None:
+        self.files = files
+        self.count_tokens = count_tokens
         self.length_fields = (length_field,) if length_field else LENGTH_FIELDS
-        self.wants_text = wants_text
+        names = "' or '".join(self.length_fields)
+        self.no_length = f"no length (expected a number of tokens, 0 or more, in '{names}')"
+        self.get_lengths = [attrgetter(f"length_{i}") for i in range(len(self.length_fields))]
+        self.decode = _decoder(self.length_fields).decode
         self.problems = Problems()
         self.lines = 0
-        self.form: str | None = None
-        self.length, self.score = array("q"), array("d")
-        self.group, self.session, self.row = array("q"), array("q"), array("q")
+        self.form: str | None = None  # of the first line
+        self.blocks: list[_Rows] = []
         self.group_number: dict[tuple[int, Any], int] = {}
         self.group_step: list[int] = []
         self.group_label: list[str] = []
         self.group_place: list[str] = []
+        self.group_named: list[bool] = []  # by a uid
 
-    def add(self, place: tuple[str, int], line: bytes, fallback_step: int) -> str | None:
-        """Take a line; its response's text if that is to be tokenised."""
-        self.lines += 1
+    def wrong(self, name: str, file: int, number: int) -> None:
+        self.problems.add(name, self.place(file, number))
+
+    def place(self, file: int, number: int) -> str:
+        return f"{self.files[file].name}:{number}"
+
+    def take(self, lines: list[bytes], file: int, number: int, fallback_step: int) -> None:
+        """Take lines that follow each other in a file; the first has this number."""
+        numbers = np.arange(number, number + len(lines))
         try:
-            record = json.loads(line)
+            records: list[Any] = list(map(self.decode, lines))
+            self.lines += len(lines)
+        except (msgspec.DecodeError, RecursionError):  # one of them: line by line
+            self.lines += sum(not line.isspace() for line in lines)
+            parsed = [self.parse(line, file, number + i) for i, line in enumerate(lines)]
+            good = [i for i, record in enumerate(parsed) if record is not None]
+            records, lines, numbers = [parsed[i] for i in good], [lines[i] for i in good], numbers[good]
+        if not records:
+            return
+        score = np.array([r.reward if r.score is None else r.score for r in records], dtype=np.float64)
+        usable = np.ones(len(records), dtype=bool)
+
+        def need(condition: np.ndarray, name: str) -> None:
+            for i in np.flatnonzero(usable & ~condition):
+                self.wrong(name, file, numbers[i])
+            usable[~condition] = False
+
+        need(np.isfinite(score), _NO_SCORE)
+        texts: list[Any] = []
+        length = np.full(len(records), np.nan)
+        if self.count_tokens:
+            texts = [_value(r.response if r.output is None else r.output) for r in records]
+            need(np.array([isinstance(text, str) for text in texts]), _NO_TEXT)
+        else:
+            for get in self.get_lengths:
+                if np.isnan(length).any():
+                    length = np.where(np.isnan(length), np.array(list(map(get, records)), dtype=np.float64), length)
+            need(~np.isnan(length), self.no_length)
+        group, session, row = self.groups(records, file, numbers, usable, fallback_step)
+        need(group >= 0, "neither a uid nor a prompt to tell the group by")
+        content = np.zeros(len(records), dtype=np.int64)
+        if len(self.files) > 1:
+            for i in np.flatnonzero(session < 0):
+                content[i] = hash(lines[i].rstrip())
+        if self.count_tokens and usable.any():
+            length[usable] = self.count_tokens([texts[i] for i in np.flatnonzero(usable)])
+        rows = _Rows(length, score, group, session, row, np.full_like(numbers, file), numbers, content)
+        self.blocks.append(rows if usable.all() else rows[usable])
+
+    def groups(
+        self, records: list[Any], file: int, numbers: np.ndarray, usable: np.ndarray, fallback_step: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Group, session and row of each record that is usable so far. The group is -1 where nothing tells it."""
+        groups, sessions, rows = ([-1] * len(records) for _ in range(3))
+        for i in np.flatnonzero(usable).tolist():
+            record = records[i]
+            form = "plain" if record.output is None else "verl"
+            if form != self.form:
+                self.form = self.form or form
+                if form != self.form:
+                    name = f"another form ({form}) than the first line's ({self.form}); used all the same"
+                    self.wrong(name, file, numbers[i])
+            if (uid := record.uid) is not None:
+                key = label = str(uid)
+                if form == "verl":
+                    try:
+                        name, session, row = label.rsplit("_", 2)
+                        sessions[i], rows[i], key, label = int(session), int(row), name, name
+                    except ValueError:
+                        pass  # a uid of another form: the line is a response
+            else:
+                raw = bytes((record.prompt if record.input is None else record.input) or b"null")
+                if raw == b"null":
+                    continue
+                key, label = hash(raw), None  # 64 bits: the chance that two of a million prompts have the same is 3e-8
+            step = fallback_step if record.step is None else record.step
+            group = groups[i] = self.group_number.setdefault((step, key), len(self.group_step))
+            if group == len(self.group_step):
+                self.group_step.append(step)
+                self.group_label.append((label or _label(raw))[:_LABEL])
+                self.group_place.append(self.place(file, numbers[i]))
+                self.group_named.append(uid is not None)
+        return np.array(groups), np.array(sessions), np.array(rows)
+
+    def parse(self, line: bytes, file: int, number: int) -> Any:
+        """The fields of a line; None where there are none. What Python writes besides JSON, such as NaN, costs its
+        field only, and half a surrogate pair becomes a question mark.
+        """
+        if line.isspace():
+            return None
+        try:
+            try:
+                return self.decode(line)
+            except msgspec.ValidationError:
+                raise
+            except msgspec.DecodeError:
+                record = json.loads(line, parse_constant=lambda name: None)
+                return self.decode(json.dumps(record, ensure_ascii=False).encode(errors="replace"))
+        except msgspec.ValidationError as error:  # "Expected …, got … - at `$.score`"
+            field = str(error).rpartition("`$")[2].strip(".`")
+            name = {
+                "score": _NO_SCORE,
+                "reward": _NO_SCORE,
+                "step": "the step is not a whole number",
+                "uid": "the uid is neither text nor a whole number",
+            }.get(field, self.no_length if field in self.length_fields else "not a JSON object")
         except (ValueError, RecursionError):
-            return self._wrong("not JSON (a line that was cut, or another format)", place)
-        if not isinstance(record, dict):
-            return self._wrong("not a JSON object", place)
-        form = "verl" if "output" in record else "plain"
-        self.form = self.form or form
-        if form != self.form:
-            self._wrong(f"another form ({form}) than the first line's ({self.form}); used all the same", place)
+            cut = not line.endswith(b"\n")
+            name = "the last line is cut: the run was killed while it wrote" if cut else "not JSON"
+        self.wrong(name, file, number)
+        return None
 
-        score = record.get("score", record.get("reward"))
-        if not isinstance(score, int | float) or not math.isfinite(score):
-            return self._wrong("no score (expected a finite number in 'score' or 'reward')", place)
-        text, length = record.get("output", record.get("response")), 0
-        if self.wants_text:
-            if not isinstance(text, str):
-                return self._wrong("no response text (expected a string in 'output' or 'response')", place)
-        else:
-            length = next((record[name] for name in self.length_fields if name in record), None)
-            if not isinstance(length, int) or length < 0:
-                names = "' or '".join(self.length_fields)
-                return self._wrong(f"no length (expected a number of tokens, 0 or more, in '{names}')", place)
-
-        step = record.get("step", fallback_step)
-        if not isinstance(step, int):
-            return self._wrong("the step is not a whole number", place)
-        uid, prompt = record.get("uid"), record.get("input", record.get("prompt"))
-        session, row = -1, 0
-        if uid is not None:
-            uid = str(uid)
-            if "gts" in record and (match := _V1_UID.fullmatch(uid)):
-                uid, session, row = match[1], int(match[2]), int(match[3])
-            key, label = uid, uid
-        elif prompt is not None:
-            label = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-            key = blake2b(label.encode("utf-8", "replace"), digest_size=16).digest()
-        else:
-            return self._wrong("neither a uid nor a prompt to tell the group by", place)
-
-        number = self.group_number.setdefault((step, key), len(self.group_step))
-        if number == len(self.group_step):
-            self.group_step.append(step)
-            self.group_label.append(label[:_LABEL])
-            self.group_place.append(f"{place[0]}:{place[1]}")
-        self.group.append(number)
-        self.session.append(session)
-        self.row.append(row)
-        self.score.append(score)
-        self.length.append(length)
-        return text
-
-    def _wrong(self, name: str, place: tuple[str, int]) -> None:
-        self.problems.add(name, f"{place[0]}:{place[1]}")
-
-    def columns(self, lengths: array) -> Rollouts:
-        if not self.score:
+    def rollouts(self) -> Rollouts:
+        """What is left when all lines are taken, and judged together."""
+        if not any(len(block.score) for block in self.blocks):
             found = "; ".join(
                 f"{n} × {name}, {self.problems.places[name][0]}" for name, n in self.problems.counts.items()
             )
             raise NoRollouts(f"none of {self.lines} lines could be used: {found or 'the files are empty'}")
-        group, session = np.asarray(self.group), np.asarray(self.session)
-        length, score = np.asarray(lengths, dtype=np.float64), np.asarray(self.score)
-        if (session >= 0).any():
-            length, score, group = self._fold(length, score, group, session, np.asarray(self.row))
-        # A group of empty responses alone is verl's padding of the batch.
-        for number in np.flatnonzero((np.bincount(group) == 1) & (np.bincount(group, weights=length) > 0)):
-            self.problems.add(
-                "group of one response: no other to compare it with; used all the same", self.group_place[number]
-            )
+        rows = _Rows(*map(np.concatenate, zip(*(vars(block).values() for block in self.blocks), strict=True)))
+        step, named = np.array(self.group_step), np.array(self.group_named)
+        rows = self.without(rows, _copies(rows, step), _COPY)
+        if self.form == "verl":
+            rows = self.without(rows, _abandoned(rows, step, named), _ABANDONED)
+        rows = _fold(rows)
+        self.short_steps(rows, step)
+        rows = self.distinct_prompts(rows, named)
+        self.short_groups(rows)
+        left, group = np.unique(rows.group, return_inverse=True)
         return Rollouts(
-            length,
-            score,
+            rows.length,
+            rows.score,
             group,
-            np.asarray(self.group_step),
-            self.group_label,
-            self.group_place,
+            step[left],
+            [self.group_label[i] for i in left],
+            [self.group_place[i] for i in left],
             self.problems,
             self.lines,
         )
 
-    def _fold(self, length, score, group, session, row):
-        """Rows of one session are one response: as long as all of them, with the score of the last."""
-        session = np.where(session >= 0, session, session.max() + 1 + np.arange(len(session)))
-        order = np.lexsort((row, session, group))
-        key = np.stack((group, session, row))[:, order]
-        same = key[:, 1:] == key[:, :-1]
-        for number in group[order[1:][same.all(axis=0)]]:
-            self.problems.add("the same uid a second time in one step; used all the same", self.group_place[number])
-        starts = np.flatnonzero(np.append(True, ~same[:2].all(axis=0)))
-        last = np.append(starts[1:] - 1, len(order) - 1)
-        return np.add.reduceat(length[order], starts), score[order[last]], group[order[last]]
+    def without(self, rows: _Rows, which: np.ndarray, name: str) -> _Rows:
+        at = np.flatnonzero(which)
+        if len(at) == 0:
+            return rows
+        places = (self.place(rows.file[i], rows.number[i]) for i in at[:_PLACES])
+        self.problems.add(name, *places, times=len(at))
+        return rows[~which]
+
+    def short_steps(self, rows: _Rows, step: np.ndarray) -> None:
+        """A file that was cut between two lines looks whole, but its step has fewer responses than others."""
+        steps, first, size = np.unique(step[rows.group], return_index=True, return_counts=True)
+        usual = _usual(size)
+        for i in np.flatnonzero(size < usual):
+            place = self.place(rows.file[first[i]], rows.number[first[i]])
+            self.problems.add(_SHORT_STEP, f"{place} (step {steps[i]}: {size[i]} of {usual})")
+
+    def distinct_prompts(self, rows: _Rows, named: np.ndarray) -> _Rows:
+        """A prompt that a step has twice is one group without a uid: nothing says which responses belong together.
+
+        verl's dumps have a fixed number of responses, so there it shows, and such prompts are left out. In a plain file
+        the responses to one prompt are one group by definition.
+        """
+        size = np.bincount(rows.group, minlength=len(named))
+        unnamed = ~named & (size > 0)
+        usual = _usual(size[unnamed])
+        several = unnamed & (usual > 1) & (size > 1.5 * usual)
+        drop = self.form == "verl"
+        for group in np.flatnonzero(several):
+            name = _SEVERAL if drop else f"{_SEVERAL}; used all the same"
+            self.problems.add(name, f"{self.group_place[group]} ({size[group]} responses, other groups {usual})")
+        return rows[~several[rows.group]] if drop else rows
+
+    def short_groups(self, rows: _Rows) -> None:
+        # A group of empty responses alone is verl's padding of the batch.
+        size = np.bincount(rows.group) * (np.bincount(rows.group, weights=rows.length) > 0)
+        usual = _usual(size[size > 0])
+        for group in np.flatnonzero(size == 1):
+            self.problems.add(_ALONE, self.group_place[group])
+        for group in np.flatnonzero((size > 1) & (size < usual)):
+            self.problems.add(_SHORT_GROUP, f"{self.group_place[group]} ({size[group]} of {usual})")
+
+
+def _usual(sizes: np.ndarray) -> int:
+    """The most frequent of these sizes, and the larger of two that are as frequent; 0 where fewer than a third have it."""
+    counts = np.bincount(sizes, minlength=1)
+    usual = len(counts) - 1 - int(counts[::-1].argmax())
+    return usual if 3 * counts[usual] >= len(sizes) else 0
+
+
+def _copies(rows: _Rows, step: np.ndarray) -> np.ndarray:
+    """Rows that are in the input already: the same row of a session, or without one the same line in an earlier file.
+
+    Within a file, two lines without a session may be two equal responses.
+    """
+    named = rows.session >= 0
+    key = np.stack(
+        (
+            named,
+            np.where(named, rows.group, step[rows.group]),
+            np.where(named, rows.session, rows.content),
+            rows.row,
+        )
+    )
+    order = np.lexsort(key)  # stable: equal keys stay in the order of reading
+    new = np.append(True, (key[:, order[1:]] != key[:, order[:-1]]).any(axis=0))
+    first = np.empty_like(order)
+    first[order] = order[np.flatnonzero(new)][np.cumsum(new) - 1]
+    return (first != np.arange(len(order))) & (named | (rows.file > rows.file[first]))
+
+
+def _abandoned(rows: _Rows, step: np.ndarray, named: np.ndarray) -> np.ndarray:
+    """Rows of steps that a later start of the run took again, and of the steps after those.
+
+    The lines of a step stand together in one file. A step that comes again begins another start, unless its rows have uids
+    that were met before. As in `verl-ba compare`, a start discards what earlier ones did from its first step on.
+    """
+    step_of_row = step[rows.group]
+    begin = np.flatnonzero(np.append(True, (np.diff(step_of_row) != 0) | (np.diff(rows.file) != 0)))
+    met = np.maximum.accumulate(rows.group)[np.maximum(begin - 1, 0)]
+    goes_on = named[rows.group[begin]] & (np.minimum.reduceat(rows.group, begin) <= met)
+    start, first = [], [step_of_row.max()]
+    seen: set[int] = set()
+    for value, same in zip(step_of_row[begin].tolist(), goes_on.tolist(), strict=True):
+        if value in seen and not same:
+            seen = set()
+            first.append(value)
+        seen.add(value)
+        first[-1] = min(first[-1], value)
+        start.append(len(first) - 1)
+    # the first step of any later start
+    later = np.append(np.minimum.accumulate(first[::-1])[::-1][1:], np.iinfo(np.int64).max)
+    return np.repeat(step_of_row[begin] >= later[start], np.diff(np.append(begin, len(step_of_row))))
+
+
+def _fold(rows: _Rows) -> _Rows:
+    """Rows of one session are one response: as long as all of them, with the score of the last."""
+    if not (rows.session >= 0).any():
+        return rows
+    session = np.where(rows.session >= 0, rows.session, rows.session.max() + 1 + np.arange(len(rows.session)))
+    order = np.lexsort((rows.row, session, rows.group))
+    key = np.stack((rows.group, session))[:, order]
+    starts = np.flatnonzero(np.append(True, (key[:, 1:] != key[:, :-1]).any(axis=0)))
+    last = np.append(starts[1:] - 1, len(order) - 1)
+    folded = rows[order[last]]
+    folded.length = np.add.reduceat(rows.length[order], starts)
+    return folded

@@ -31,6 +31,7 @@ class Run:
     seed: int | None
     mode: str | None
     series: dict[str, dict[int, float]] = field(repr=False)
+    notes: tuple[str, ...] = ()  # what was cut or discarded
 
     @property
     def last_step(self) -> int:
@@ -115,17 +116,26 @@ def _read(path: Path) -> Run | None:
         return None
     if kind == "file":
         folder, files = (path, start_files(path)) if path.is_dir() else (path.with_suffix(""), [path])
-        lines = (line for file in files for line in _file_lines(file))
-        name, config, series = folder.name, hydra_config(folder), _collect(lines, path)
+        name, config, notes = folder.name, hydra_config(folder), []
+        steps = _merge((_file_lines(file, notes) for file in files), notes)
     elif kind == "tensorboard":
-        name, config, series = path.name, hydra_config(path), _collect(_tensorboard_scalars(path), path)
+        name, config, notes = path.name, hydra_config(path), []
+        steps = _merge(map(_tensorboard_steps, sorted(path.glob("events.out.tfevents.*"))), notes)
     else:
-        name, config, series = _read_wandb(path)
+        notes = []
+        name, config, records = _read_wandb(path, notes)
+        steps = _merge([records], notes)
     match = _NAME.fullmatch(name)
     arm = match["arm"] if match else name
     seed = int(match["seed"]) if match else config.get("seed")
     mode = _dig(config, "actor_rollout_ref", "actor", "loss_agg_mode") or _mode_of(arm)
-    return Run(name, path, arm, seed, mode, series)
+    if not any(steps.values()):
+        raise RunError(f"{path}: no metrics in it; the run ended before its first step")
+    series: dict[str, dict[int, float]] = {}
+    for step, metrics in steps.items():
+        for metric, value in metrics.items():
+            series.setdefault(metric, {})[step] = value
+    return Run(name, path, arm, seed, mode, series, tuple(f"{path}: {note}" for note in notes))
 
 
 def _mode_of(arm: str) -> str | None:
@@ -148,62 +158,80 @@ def hydra_config(folder: Path) -> dict:
     return yaml.safe_load(path.read_text()) or {}
 
 
-def _collect(scalars: Iterable[tuple[int, str, Any]], path: Path) -> dict[str, dict[int, float]]:
-    """Metric -> step -> value; of two values for one step the later counts, as after a resumption."""
-    series: dict[str, dict[int, float]] = {}
-    for step, name, value in _numbers(scalars):
-        series.setdefault(name, {})[step] = value
-    if not series:
-        raise RunError(f"{path}: no metrics in it; the run ended before its first step")
-    return {name: dict(sorted(values.items())) for name, values in series.items()}
+def _merge(starts: Iterable[Iterable[tuple[int, dict[str, Any]]]], notes: list[str]) -> dict[int, dict[str, float]]:
+    """Step -> metrics of a run, from the logs of its starts in order.
+
+    A later start discards every step from its first one on: it went on from a checkpoint, and what came after that in an
+    earlier start was abandoned. What a start logs first may be the validation of its checkpoint alone
+    (`trainer.val_before_train`): then the training metrics of that step stay. A log that goes back holds several starts.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for start in starts:
+        last = None
+        for step, data in start:
+            if last is None or step < last:
+                validation = all(name.startswith("val-") for name in data)
+                discarded = [other for other in steps if other > step or (other == step and not validation)]
+                if discarded:
+                    notes.append(
+                        f"a later start went on at step {step}; what earlier ones logged for steps {min(discarded)} to "
+                        f"{max(discarded)} is left out"
+                    )
+                for other in discarded:
+                    del steps[other]
+            last = step
+            # verl's file logger writes nan as null
+            numbers = {k: float(v) for k, v in data.items() if isinstance(v, int | float) and math.isfinite(v)}
+            steps.setdefault(step, {}).update(numbers)
+    return dict(sorted(steps.items()))
 
 
 def read_steps(folder: Path, running: bool = False) -> dict[int, dict[str, float]]:
     """Step -> the metrics that verl's file logger wrote for it, with all starts of the run merged; {} before the first.
 
+    A last line that is cut is left out: the run was killed while it wrote, or is writing now.
+
     Args:
-        running: the run may be writing now, so that a last line without its end is left out and not an error.
+        running: of no consequence any more.
 
     Raises:
-        RunError: a damaged line, or one that was cut.
+        RunError: a damaged line.
     """
-    steps: dict[int, dict[str, float]] = {}
-    for file in start_files(folder):
-        for step, name, value in _numbers(_file_lines(file, running)):
-            steps.setdefault(step, {})[name] = value
-    return dict(sorted(steps.items()))
+    notes: list[str] = []
+    return _merge((_file_lines(file, notes) for file in start_files(folder)), notes)
 
 
-def _numbers(scalars: Iterable[tuple[int, str, Any]]) -> Iterator[tuple[int, str, float]]:
-    """Those that are numbers: verl's file logger writes nan as null."""
-    for step, name, value in scalars:
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield step, name, float(value)
-
-
-def _file_lines(path: Path, running: bool = False) -> Iterator[tuple[int, str, Any]]:
+def _file_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Step and metrics of each line of verl's file logger. A last line that is cut is noted and left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if running and not line.endswith(b"\n"):
-                return
             try:
                 record = json.loads(line)
                 step, data = record["step"], record["data"]
-                yield from ((step, name, value) for name, value in data.items())
-            except (ValueError, TypeError, KeyError, AttributeError):
+                if type(step) is not int or not isinstance(data, dict):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError) as error:
+                if isinstance(error, ValueError) and number > 1 and not line.endswith(b"\n"):
+                    notes.append(f"{path.name}:{number} is cut, as by a run that was killed; read up to there")
+                    return
                 raise RunError(
                     f'{path}:{number}: expected a line {{"step": …, "data": {{…}}}} of verl\'s file logger; got '
-                    f"{line[:60]!r}{'…' if len(line) > 60 else ''}. The run was cut there, or this is not its metrics file"
+                    f"{line[:60]!r}{'…' if len(line) > 60 else ''}. This line is damaged, or this is not its metrics file"
                 ) from None
+            yield step, data
 
 
-def _tensorboard_scalars(path: Path) -> Iterator[tuple[int, str, Any]]:
+def _tensorboard_steps(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Step and metrics of one file of events, in the order of steps: a start of the run writes one file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
+    steps: dict[int, dict[str, Any]] = {}
     for name in events.Tags()["scalars"]:
-        yield from ((event.step, name, event.value) for event in events.Scalars(name))
+        for event in events.Scalars(name):
+            steps.setdefault(event.step, {})[name] = event.value
+    return sorted(steps.items())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -215,8 +243,8 @@ _BLOCK, _HEADER, _PIECE = 32768, 7, struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
-def _read_wandb(path: Path) -> tuple[str, dict, dict[str, dict[int, float]]]:
-    """Name, configuration and metrics of an offline run."""
+def _read_wandb(path: Path, notes: list[str]) -> tuple[str, dict, list[tuple[int, dict[str, Any]]]]:
+    """Name, configuration, and step and metrics of each record of an offline run."""
     files = [path] if path.is_file() else sorted(path.glob("*.wandb"))
     if len(files) > 1:
         raise RunError(f"{path}: {len(files)} .wandb files; expected one run to a folder. Name the file")
@@ -226,20 +254,20 @@ def _read_wandb(path: Path) -> tuple[str, dict, dict[str, dict[int, float]]]:
         raise RunError(
             f"{path}: reading an offline wandb run needs the package wandb (pip install wandb): {error}"
         ) from None
-    name, config, scalars = path.stem, {}, []
-    for data in _wandb_records(files[0]):
+    name, config, steps = path.stem, {}, []
+    for data in _wandb_records(files[0], notes):
         record: Any = getattr(wandb_internal_pb2, "Record").FromString(data)  # noqa: B009, the module is generated
         if record.HasField("run"):
             name = record.run.display_name or record.run.run_id
             config = {item.key: json.loads(item.value_json) for item in record.run.config.update if item.key}
         elif record.HasField("history"):
-            for item in record.history.item:
-                key = item.key or ".".join(item.nested_key)
-                scalars.append((record.history.step.num, key, json.loads(item.value_json)))
-    return name, config, _collect((s for s in scalars if not s[1].startswith("_")), path)
+            items = ((item.key or ".".join(item.nested_key), item.value_json) for item in record.history.item)
+            metrics = {key: json.loads(value) for key, value in items if not key.startswith("_")}
+            steps.append((record.history.step.num, metrics))
+    return name, config, steps
 
 
-def _wandb_records(path: Path) -> Iterator[bytes]:
+def _wandb_records(path: Path, notes: list[str]) -> Iterator[bytes]:
     data = path.read_bytes()
     if data[:4] != b":W&B":
         raise RunError(f"{path}: not a wandb file (it begins with {data[:4]!r}, expected b':W&B')")
@@ -250,15 +278,12 @@ def _wandb_records(path: Path) -> Iterator[bytes]:
             position += left
             continue
         start = position + _PIECE.size
-        if start > len(data):
-            raise RunError(
-                f"{path}: cut in the middle of a record at byte {position}; the run was killed while writing"
-            )
-        _, length, kind = _PIECE.unpack_from(data, position)
-        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST) or start + length > len(data):
-            raise RunError(
-                f"{path}: cut or damaged at byte {position} of {len(data)}; the run was killed while writing"
-            )
+        _, length, kind = _PIECE.unpack_from(data, position) if start <= len(data) else (0, 0, _WHOLE)
+        if kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST):
+            raise RunError(f"{path}: damaged at byte {position} of {len(data)}: expected the header of a record")
+        if start + length > len(data):
+            notes.append(f"{path.name} is cut at byte {position}, as by a run that was killed; read up to there")
+            return
         parts = (b"" if kind in (_WHOLE, _FIRST) else parts) + data[start : start + length]
         position = start + length
         if kind in (_WHOLE, _LAST):

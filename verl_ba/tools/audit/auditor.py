@@ -1,5 +1,6 @@
 """The audit: from a configuration to a report."""
 
+from dataclasses import replace
 from typing import Any
 
 from hydra.errors import HydraException, InstantiationException
@@ -34,7 +35,11 @@ def audit(config: DictConfig) -> Report:
         # verl aggregates entropy by the mode whatever the policy loss is: so it shows what the mode asks for
         entropy = entropy_term(actor, 1.0)
         asked = match(weights(entropy), entropy, batch, candidates)
-        readings = [read(term, batch, candidates, asked.rule if asked else None) for term in actor_terms(actor)]
+        others = replace(actor, batch=batch.with_others_behind_the_mask(), measured={})
+        readings = [
+            read(term, behind, batch, candidates, asked.rule if asked else None)
+            for term, behind in zip(actor_terms(actor), actor_terms(others), strict=True)
+        ]
     except LossError as error:
         report.terms.append(Row("policy loss", "refused", "–", "–", "–"))
         report.add("fault", "policy loss", "refused", f"{error}")
@@ -42,14 +47,18 @@ def audit(config: DictConfig) -> Report:
     for reading in readings:
         report.terms.append(reading.row())
         findings.split(report, reading)
+        findings.masked(report, reading)
         findings.rule(report, reading, actor, asked)
     findings.settings(report, actor)
+    findings.empty(report, readings, actor)
     findings.correction(report, actor, config)
     if (node := _critic(config)) is not None:
-        reading = read(value_term(node, batch), batch, rules(batch, node.get("loss_scale_factor")), None)
+        behind = value_term(node, others.batch)
+        reading = read(value_term(node, batch), behind, batch, rules(batch, node.get("loss_scale_factor")), None)
         readings.append(reading)
         report.terms.append(reading.row())
         findings.split(report, reading)
+        findings.masked(report, reading)
         findings.critic(report, reading, config)
     findings.stale(report, readings, actor)
     findings.mini_batches(report, readings, config)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,11 @@ RANK_PAIRS = ((Split(1, 2), Split(2, 2)), (Split(1, 1), Split(2, 1)))
 class Batch:
     """A mini-batch that is the whole update: groups scattered over it, responses of 1 to 9 tokens, one of them empty.
 
+    Some responses have holes in their mask, as tool output makes them. Behind the mask stand advantages and
+    log-probabilities like any others, so whatever reads them is seen.
+
     Attributes:
+        length: tokens of each response, masked ones included.
         mask: the final response mask; `counted`: the mask whose tokens the engine counts as `batch_num_tokens`.
         suspect: rows in which the rollout engine's log-probabilities are far off; only with rollout correction.
         nested: the layout of the v1 trainer, else padded.
@@ -69,6 +73,14 @@ class Batch:
     def __post_init__(self) -> None:
         self.values = self.policy / 4
         self.returns = self.values + self.advantage
+
+    def with_others_behind_the_mask(self) -> "Batch":
+        """The same batch with other numbers where the mask is 0: no loss may tell the two apart."""
+        hidden = self.mask == 0
+        names = ("advantage", "policy", "moved", "old", "reference")
+        return replace(
+            self, **{name: torch.where(hidden, 0.5 - getattr(self, name), getattr(self, name)) for name in names}
+        )
 
     def micro_batch(self, rows: list[int]) -> TensorDict:
         """These rows as verl's trainers hand them to a loss. A shallow copy: building one takes longer than a loss."""
@@ -134,7 +146,7 @@ def make_batch(config: DictConfig, empty: bool = True, correct: bool = True) -> 
     advantage = (sign * (0.4 + 2 * torch.rand(ROWS, dtype=torch.float64, generator=g)))[:, None].repeat(1, WIDTH)
     if ESTIMATORS.get(config.algorithm.adv_estimator) == "token":
         advantage *= torch.where(torch.rand(ROWS, WIDTH, generator=g) < 0.3, -1.0, 1.0)
-    mask = torch.arange(WIDTH)[None] < length[:, None]
+    mask = (torch.arange(WIDTH)[None] < length[:, None]) & ~holes(length)
     old = -6 * torch.rand(ROWS, WIDTH, dtype=torch.float64, generator=g)
     noise = torch.rand(ROWS, WIDTH, dtype=torch.float64, generator=g)
     drift = torch.where(torch.arange(ROWS) % 4 < 2, 1.0, -1.0).double()  # either way under either sign
@@ -156,6 +168,12 @@ def make_batch(config: DictConfig, empty: bool = True, correct: bool = True) -> 
     if wanted:
         _correct(batch, config, correction if correct else None)
     return batch
+
+
+def holes(length: torch.Tensor) -> torch.Tensor:
+    """Masked tokens within responses: two in those of 5, three in those of 9; [B, T]."""
+    at = torch.arange(WIDTH)[None]
+    return ((length[:, None] == 5) & ((at == 1) | (at == 2))) | ((length[:, None] == 9) & (at >= 4) & (at < 7))
 
 
 def _correct(batch: Batch, config: DictConfig, correction: Any) -> None:

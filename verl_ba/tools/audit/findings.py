@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo import core_algos
 
-from verl_ba.tools.audit.batch import WHOLE, WIDTH, make_batch
+from verl_ba.tools.audit.batch import WHOLE, make_batch
 from verl_ba.tools.audit.readings import Reading, Report
-from verl_ba.tools.audit.rules import Match
+from verl_ba.tools.audit.rules import FITS, Match
 from verl_ba.tools.audit.terms import Actor
 
 ACTOR = "actor_rollout_ref.actor"
@@ -58,6 +58,35 @@ def split(report: Report, reading: Reading) -> None:
     report.add("fault", reading.term.name, "split", f"it depends {' and '.join(depends)}. {advice}")
 
 
+def masked(report: Report, reading: Reading) -> None:
+    """Tokens that the response mask leaves out have weight."""
+    if reading.behind_mask:
+        report.add(
+            "fault",
+            reading.term.name,
+            "masked",
+            "tokens that response_mask leaves out, such as tool output, have weight: what stands behind it makes up to "
+            f"{reading.behind_mask:.2g} of the loss or of its gradient's norm. Multiply by response_mask, or pass it to "
+            "agg_loss, before anything is summed",
+        )
+
+
+def empty(report: Report, readings: list[Reading], actor: Actor) -> None:
+    """A mode that counts empty responses in B differs in scale from token-mean, which cannot count them."""
+    rows, found = len(actor.batch.mask), readings[0].match
+    filled = int((actor.batch.mask.sum(1) > 0).sum())
+    if filled == rows or found is None or not found.rule.formula.startswith("Σ m·ℓ / (B·ℓ̄_group"):
+        return
+    report.add(
+        "note",
+        readings[0].term.name,
+        "empty",
+        f"B counts empty responses, here {rows - filled} of {rows}, as verl's seq-mean modes do, and token-mean does not. "
+        f"Where filters empty responses, weights add up to the share that is left, here {filled / rows:.3g}, and under "
+        "token-mean to 1",
+    )
+
+
 def rule(report: Report, reading: Reading, actor: Actor, asked: Match | None) -> None:
     """The weights are not those of the mode, or they are, for a term whose users may expect a plain mean of tokens."""
     term, found = reading.term, reading.match
@@ -96,6 +125,14 @@ def rule(report: Report, reading: Reading, actor: Actor, asked: Match | None) ->
             "rule",
             f"{ACTOR}.loss_agg_mode={term.mode} divides by {asked.words}, but this by {found.words}",
         )
+    elif abs(found.factor / asked.factor - 1) > FITS:
+        report.add(
+            "fault",
+            term.name,
+            "factor",
+            f"it is {found.factor / asked.factor:.4g} times what {ACTOR}.loss_agg_mode={term.mode} asks for: a constant "
+            "factor, which changes its share against the other terms",
+        )
     elif not policy and not found.rule.of_tokens:
         tokens = actor.batch.mask.sum()
         times = (reading.weight[0] * tokens)[actor.batch.mask.bool()]
@@ -103,7 +140,7 @@ def rule(report: Report, reading: Reading, actor: Actor, asked: Match | None) ->
             "note",
             term.name,
             "follows",
-            f"it follows {ACTOR}.loss_agg_mode={term.mode}: on responses of 1 to {WIDTH} tokens, a token weighs "
+            f"it follows {ACTOR}.loss_agg_mode={term.mode}: on responses of 1 to {int(actor.batch.mask.sum(1).max())} tokens, a token weighs "
             f"{times.min():.2g} to {times.max():.2g} times what it does under token-mean. Its coefficient was perhaps "
             "chosen under another mode",
         )

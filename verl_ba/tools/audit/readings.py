@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from verl_ba.tools.audit.batch import MICRO_PAIRS, RANK_PAIRS, SPLITS, Batch, Split
+from verl_ba.tools.audit.batch import MICRO_PAIRS, RANK_PAIRS, SPLITS, WHOLE, Batch, Split
 from verl_ba.tools.audit.rules import Match, Rule, match
-from verl_ba.tools.audit.terms import Result, Term
+from verl_ba.tools.audit.terms import SAME, Result, Term
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Finding:
     Attributes:
         level: 'fault': the objective is not what the configuration says, or depends on the split. 'note': it is exact,
             but easily overlooked.
-        kind: split, ignored, stale, refused, rule; follows, inherits, groups.
+        kind: split, masked, factor, ignored, stale, refused, rule; follows, inherits, groups, empty.
     """
 
     level: Literal["fault", "note"]
@@ -78,6 +78,7 @@ class Reading:
     match: Match | None
     micro_batch: Dependence
     rank: Dependence
+    behind_mask: float = 0.0  # the largest change by what stands behind the mask, of the gradient's norm
 
     def row(self) -> Row:
         on = [name for name, found in (("micro-batch", self.micro_batch), ("rank", self.rank)) if found]
@@ -101,12 +102,27 @@ def compare(results: dict[Split, Result], pairs: Sequence[tuple[Split, Split]]) 
     return Dependence(tuple(what for what in ("value", "gradient") if what in differing), max(changes))
 
 
-def read(term: Term, batch: Batch, candidates: list[Rule], asked: Rule | None) -> Reading:
-    """Measure a term under every split, before and after the policy has moved."""
+def read(term: Term, behind: Term, batch: Batch, candidates: list[Rule], asked: Rule | None) -> Reading:
+    """Measure a term under every split, before and after the policy has moved.
+
+    `behind` is the same term with other numbers behind the mask.
+    """
     weight = weights(term)
     later = {split: term.measure(split, True) for split in SPLITS}
     found = match(weight, term, batch, candidates, asked)
-    return Reading(term, weight, found, compare(later, MICRO_PAIRS), compare(later, RANK_PAIRS))
+    masked = max(
+        _behind_mask(term.measure(WHOLE, moved), behind.measure(WHOLE, moved), batch) for moved in (False, True)
+    )
+    return Reading(term, weight, found, compare(later, MICRO_PAIRS), compare(later, RANK_PAIRS), masked)
+
+
+def _behind_mask(result: Result, other: Result, batch: Batch) -> float:
+    """How much of a result comes from tokens that the mask leaves out: their own gradient, and what else they change."""
+    norm = result.gradient.norm().clamp(min=1e-300)
+    own = result.gradient[batch.mask == 0].norm() / norm
+    change = (other.gradient - result.gradient)[batch.mask == 1].norm() / norm
+    value = (other.value - result.value).abs() / result.value.abs().clamp(min=1e-300)
+    return max((float(x) for x in (own, change, value) if x > SAME), default=0.0)
 
 
 def weights(term: Term) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What a token's weight may be, and which rule it is."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,7 +68,8 @@ def _counts(batch: Batch, split: Split) -> dict[tuple[str, str], torch.Tensor]:
     found = {}
     for scope, places in _scopes(split).items():
         tail = SCOPES[scope]
-        kinds = {("tokens", "N"): batch.mask.sum(1)}
+        spans = torch.tensor(batch.spans(list(range(ROWS))))
+        kinds = {("tokens", "N"): batch.mask.sum(1), ("tokens, masked ones included,", "N_span"): spans}
         if not torch.equal(batch.mask, batch.counted):
             kinds["tokens before rejection", "N_before"] = batch.counted.sum(1)
         kinds["responses", "B"] = torch.ones(ROWS)
@@ -84,22 +86,22 @@ def _counts(batch: Batch, split: Split) -> dict[tuple[str, str], torch.Tensor]:
 def _lengths(batch: Batch, split: Split, scale: float | None) -> dict[tuple[str, str], torch.Tensor]:
     """What a response's sum may be divided by, as seen by each token: [B, T]."""
     own = batch.mask.sum(1, keepdim=True).double().expand(ROWS, WIDTH)
-    found = {("own tokens", "T_i"): own}
+    spans = torch.tensor(batch.spans(list(range(ROWS))))
+    exists = torch.arange(WIDTH)[None] < spans[:, None]
+    found = {("own tokens", "T_i"): own, ("own tokens, masked ones included", "T_span"): spans[:, None] + 0 * own}
     if scale is not None:
         found["loss_scale_factor", "S"] = torch.full_like(own, scale)
-    signs = count_by_sign(batch.mask, batch.advantage)
+    by_sign = {"": count_by_sign(batch.mask, batch.advantage), "_span": count_by_sign(exists, batch.advantage)}
     for scope, places in _scopes(split).items():
         tail, at = SCOPES[scope], "" if scope == "global mini-batch" else f", seen in the {scope}"
-        pools = {
-            (f"mean length of its group{at}", f"ℓ̄_group{tail}"): "group-mean-token-mean",
-            (f"mean length of its group and sign{at}", f"ℓ̄_group,sign{tail}"): "balanced",
-        }
-        for key, mode in pools.items():
+        pools = {("its group", "ℓ̄_group"): "group-mean-token-mean", ("its group and sign", "ℓ̄_group,sign"): "balanced"}
+        for ((pool, symbol), mode), (span, signs) in itertools.product(pools.items(), by_sign.items()):
             column = torch.zeros_like(own)
             for rows in places:
                 mean_BS = pool_mean_length_by_sign(mode, signs[rows], [batch.uid[i] for i in rows])
                 column[rows] = token_mean_length(mean_BS, batch.advantage[rows])
-            found[key] = column
+            masked = ", masked tokens included" if span else ""
+            found[f"mean length of {pool}{masked}{at}", f"{symbol}{tail}{span}"] = column
         longest = torch.zeros_like(own)
         for rows in places:
             longest[rows] = float(max(batch.spans(rows)) if batch.nested else WIDTH)
