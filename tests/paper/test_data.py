@@ -7,6 +7,7 @@ import http.server
 import json
 import math
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from recipes import small_data
-from verl_ba.paper.data import build, prompts, records, rows
+from verl_ba.paper.data import build, overlap, prompts, records, rows
 from verl_ba.paper.data.errors import RowError
 from verl_ba.paper.data.sources import SOURCES
 from verl_ba.tools.cli import app
@@ -157,6 +158,102 @@ def test_copies_are_built_once_and_conflicting_answers_not_at_all(pin, tmp_path)
     assert (record["rows_read"], record["duplicates_dropped"], record["conflicts_dropped"]) == (30, 18, 3)
     assert record["conflicts"] == [{"problem": problem, "answers": sorted(["-1", answer])}]
     assert problem not in str(built_rows(tmp_path / "out", "dapo17k"))
+
+
+AIME = (
+    "Let $ABC$ be a triangle with $AB = 13$ and $BC = 14$. Find the number of points inside it with whole distances from all "
+    "of its sides; the answer is $\\frac{m}{n}$, where m and n are relatively prime positive integers. Find $m + n$."
+)
+TAIL = "The answer is $\\frac{m}{n}$, where m and n are relatively prime positive integers. Find $m + n$."
+
+
+@pytest.mark.parametrize(
+    ("question", "how"),
+    [
+        (AIME, "same text"),
+        (AIME.upper().replace("$", "").replace(".", " ."), "same text"),  # LaTeX and punctuation
+        (AIME.replace("13", "１３"), "same text"),  # full-width digits
+        (f"Solve this. {AIME} Give an integer.", "n-grams"),  # the benchmark's question within another
+        (AIME.replace("Find $m + n$", "What is $m + n$"), "n-grams"),
+        (AIME.replace("14", "15"), "n-grams"),  # other numbers: the same question to a model that has seen it
+        (AIME[:160], "n-grams"),
+        ("What is $1 + 1$?", "same text"),  # short ones are compared whole
+        ("What is 1 + 2?", None),
+        (
+            f"On a 5 by 7 board a rook stands in a corner, and moves 6 times, each time to a square chosen evenly. {TAIL}",
+            None,
+        ),  # 13 common words, no more
+        ("", None),
+        ("Let $ABC$ be a triangle with $AB = 13$.", None),
+        (" ".join(reversed(AIME.split())), None),
+    ],
+)
+def test_an_overlap_is_the_same_text_or_thirteen_words_and_most_of_the_rest(question, how):
+    found = overlap.find([question], {"aime24": [AIME, "what is 1 + 1"], "minerva": ["Nothing alike."]})
+    assert [(o.question, o.benchmark, o.how) for o in found] == ([] if how is None else [(0, "aime24", how)])
+
+
+def test_the_longest_common_subsequence_is_the_textbooks():
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b = ([rng.choice("abcd") for _ in range(rng.randint(0, 12))] for _ in range(2))
+        table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+        for i, x in enumerate(a):
+            for j, y in enumerate(b):
+                table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+        assert overlap.common(a, b) == table[-1][-1]
+
+
+def test_overlap_is_reported_and_left_out_by_one_option(small, tmp_path):
+    sources, out = small
+    raw = small_data.small_rows()["polaris"]
+    raw[0]["problem"] = AIME
+    small_data.write_source("polaris", raw, sources)
+    test = small_data.small_rows()["minerva"]
+    test[3]["question"] = AIME + "!"
+    small_data.write_source("minerva", test, sources)
+    arguments = "--from", sources, "--unverified"
+    assert run("minerva", *arguments, "--out", out, "--rebuild")[0] == 0
+    status, output = run("polaris", *arguments, "--out", out, "--rebuild")
+    assert status == 0, output
+    assert re.search(r"overlap with benchmarks: math500 \d+, .*minerva [1-9]", output)
+    assert "--drop-overlap --rebuild leaves these questions out" in output
+    assert AIME in str(built_rows(out, "polaris")[0]).replace("\\\\", "\\")
+    status, output = run("polaris", *arguments, "--out", out, "--drop-overlap")
+    assert status == 1, "what was built with another option is not taken for it"
+    status, output = run("polaris", *arguments, "--out", out, "--drop-overlap", "--rebuild")
+    assert status == 0, output
+    record = records.read_records(out)["polaris"]
+    assert record["overlap_dropped"] == 32 - record["rows_written"] > 0
+    assert "of a benchmark" in output
+    assert re.search(r"overlap with benchmarks: (\w+ 0,? ?)+", output)
+    status, output = run("polaris", *arguments, "--out", tmp_path / "empty", "--drop-overlap")
+    assert status == 1
+    assert re.search(r"--drop-overlap needs the benchmarks .*math500, aime24.* missing\. Build them first", output)
+
+
+def test_a_checksum_that_nobody_published_is_recorded_and_compared_from_then_on(sources, tmp_path, monkeypatch):
+    rows_ = small_data.small_rows()["minerva"]
+    monkeypatch.setitem(SOURCES, "minerva", replace(SOURCES["minerva"], rows_read=20, rows_written=20))
+    arguments = "minerva", "--from", sources, "--out", tmp_path / "out"
+    path = small_data.write_source("minerva", rows_[:-1], sources)
+    assert run(*arguments)[0] == 1, "a file of the wrong size is not the first"
+    assert not (tmp_path / "out" / "checksums.json").exists()
+    path = small_data.write_source("minerva", rows_, sources)
+    status, output = run(*arguments)
+    assert status == 0, output
+    sha256 = records.file_sha256(path)
+    assert f"{sha256} is recorded in checksums.json" in output
+    assert list(json.loads((tmp_path / "out" / "checksums.json").read_text()).values()) == [sha256]
+    status, output = run(*arguments, "--rebuild")
+    assert (status, "is recorded" in output) == (0, False)
+    small_data.write_source("minerva", [{**row, "answer": "1"} for row in rows_], sources)
+    status, output = run(*arguments, "--rebuild")
+    assert status == 1
+    assert re.search(
+        rf"is not the file that was built first .*expected sha256 {sha256}, as recorded in .*; got ", output
+    )
+    assert run(*arguments, "--rebuild", "--unverified")[0] == 0
 
 
 @pytest.mark.parametrize(

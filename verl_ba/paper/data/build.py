@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from verl_ba import __version__
-from verl_ba.paper.data import fetch, prompts, records
+from verl_ba.paper.data import fetch, overlap, prompts, records
 from verl_ba.paper.data.errors import DataError, RowError
 from verl_ba.paper.data.rows import Question
-from verl_ba.paper.data.sources import Source
+from verl_ba.paper.data.sources import SOURCES, Source
 
 FORMAT = 1  # of the rows: raised when the same source gives other rows
 NAMED = 20  # conflicts and unusable rows that a record names; all are counted
@@ -48,7 +48,8 @@ class Options:
     """folder: takes the source's file from there, not from the hub. revision: instead of the catalogue's.
 
     unverified: accept a source whose checksum or number of rows is not the catalogue's. drop_invalid: leave out rows
-    that cannot be used. rebuild: replace what was built from something else.
+    that cannot be used. drop_overlap: leave out training questions that a benchmark has, too. rebuild: replace what was
+    built from something else.
     """
 
     out: Path
@@ -56,6 +57,7 @@ class Options:
     revision: str | None = None
     unverified: bool = False
     drop_invalid: bool = False
+    drop_overlap: bool = False
     rebuild: bool = False
 
 
@@ -68,6 +70,7 @@ class Tally:
     conflicts_dropped: int = 0
     invalid_dropped: int = 0
     not_part: int = 0  # rows that this data set leaves out by its definition
+    overlap_dropped: int = 0
     conflicts: list[dict] = field(default_factory=list)
     invalid: list[str] = field(default_factory=list)
 
@@ -94,9 +97,11 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
         "template": prompts.TEMPLATES[source.ability],
         "unverified": options.unverified,
         "drop_invalid": options.drop_invalid,
+        "drop_overlap": options.drop_overlap and source.split == "train",
     }
     paths = fetch.local_files(source, options.folder) if options.folder else None
     if record:
+        record.setdefault("drop_overlap", False)  # as before there was the option
         fault = difference(record, wanted, records.file_sha256(*paths) if paths else None)
         fault = fault or records.file_fault(options.out, record)
         if fault:
@@ -135,6 +140,19 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
             )
         warnings.append(f"{message}, at another revision than the catalogue's {source.revision}")
 
+    if not options.unverified and not pinned:
+        new = records.check_source(options.out, source, revision, sha256, path)
+        warnings += [f"no checksum of this file is published; {sha256} is recorded in checksums.json"] if new else []
+    if wanted["drop_overlap"]:
+        benchmarks = benchmark_problems(options.out)
+        if missing := [s.name for s in SOURCES.values() if s.split != "train" and s.name not in benchmarks]:
+            raise DataError(
+                f"{source.name}: --drop-overlap needs the benchmarks in {options.out}; {', '.join(missing)} missing. Build "
+                f"them first: verl-ba data {' '.join(missing)} --out {options.out}"
+            )
+        dropped = {o.question for o in overlap.find([q.problem for q in questions], benchmarks)}
+        tally.overlap_dropped = len(dropped)
+        questions = [question for number, question in enumerate(questions) if number not in dropped]
     rows = [verl_row(source, index, question) for index, question in enumerate(questions)]
     target, record_path = options.out / f"{source.name}.parquet", options.out / f"{source.name}.json"
     with records.written_whole(target) as partial:
@@ -155,6 +173,26 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
     with records.written_whole(record_path) as partial:
         partial.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return record, True
+
+
+def benchmark_problems(folder: Path) -> dict[str, list[str]]:
+    """The questions of each benchmark that was built in a folder."""
+    built = [name for name in records.read_records(folder) if SOURCES[name].split != "train"]
+    return {name: problems(folder, name) for name in built}
+
+
+def problems(folder: Path, name: str) -> list[str]:
+    rows = records.parquet_rows(folder / f"{name}.parquet")
+    return [prompts.problem_of(row["prompt"][0]["content"]) for row in rows]
+
+
+def overlaps(folder: Path, name: str) -> dict[str, list[overlap.Overlap]]:
+    """Overlaps of a training set with each benchmark, of those that were built in a folder."""
+    benchmarks = benchmark_problems(folder)
+    found: dict[str, list[overlap.Overlap]] = {benchmark: [] for benchmark in benchmarks}
+    for one in overlap.find(problems(folder, name), benchmarks):
+        found[one.benchmark].append(one)
+    return found
 
 
 def difference(record: dict, wanted: dict, sha256: str | None) -> str | None:

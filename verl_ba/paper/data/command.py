@@ -29,6 +29,9 @@ def data(
     drop_invalid: Annotated[
         bool, typer.Option("--drop-invalid", help="leave out rows that cannot be used, and count them")
     ] = False,
+    drop_overlap: Annotated[
+        bool, typer.Option("--drop-overlap", help="leave out training questions that a benchmark has, too")
+    ] = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="replace what was built from something else")] = False,
     list_files: Annotated[bool, typer.Option("--list-files", help="print how to bring the files for --from")] = False,
     check: Annotated[
@@ -66,13 +69,15 @@ def data(
         return
 
     try:
-        from verl_ba.paper.data.build import Options, build
+        from verl_ba.paper.data.build import Options, build, overlaps
     except ModuleNotFoundError as error:
         complain(f"{error.name} is not installed; run, in a checkout of verl_ba: pip install '.[paper]'")
         raise typer.Exit(1) from error
-    options = Options(out, folder, revision, unverified, drop_invalid, rebuild)
+    options = Options(out, folder, revision, unverified, drop_invalid, drop_overlap, rebuild)
     failed = False
-    for name in chosen:
+    for name in sorted(
+        chosen, key=lambda name: SOURCES[name].split == "train"
+    ):  # benchmarks first: training is compared
         try:
             record, built = build(SOURCES[name], options, console)
         except (DataError, OSError) as error:
@@ -82,6 +87,14 @@ def data(
         console.print(summary(record, out, built), markup=False)
         for warning in record["warnings"]:
             console.print(f"  ! {warning}", style="yellow", markup=False)
+        if SOURCES[name].split == "train":
+            found = overlaps(out, name)
+            where = (
+                ", ".join(f"{benchmark} {len(of_it)}" for benchmark, of_it in found.items()) or "no benchmark is built"
+            )
+            console.print(f"  overlap with benchmarks: {where}", markup=False)
+            if any(found.values()):
+                console.print("  ! --drop-overlap --rebuild leaves these questions out", style="yellow", markup=False)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -97,6 +110,7 @@ def summary(record: dict, out: Path, built: bool) -> str:
             ("conflicts_dropped", "with conflicting answers"),
             ("invalid_dropped", "unusable"),
             ("not_part", "of other levels"),
+            ("overlap_dropped", "of a benchmark"),
         )
         if record.get(key)
     ]

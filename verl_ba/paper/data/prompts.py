@@ -45,6 +45,16 @@ def code(problem: str, starter: str) -> str:
     return CODE_STDIN.format(problem=problem)
 
 
+def problem_of(prompt: str) -> str:
+    """The problem in a prompt that one of the templates made; the prompt itself if none did."""
+    for template in (MATH, CODE_STDIN, CODE_STARTER):
+        tail = template.partition("{problem}")[2].partition("{starter}")[0].replace("{{}}", "{}")
+        head, found, _ = prompt.rpartition(tail)
+        if found:
+            return head
+    return prompt
+
+
 def without_dapo_wrapper(text: str) -> str:
     """Return the problem between the two sentences that DAPO's files put around it; RowError if they are not there."""
     match = _DAPO_WRAPPER.fullmatch(text.strip())

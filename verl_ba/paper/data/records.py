@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from verl_ba.paper.data.errors import DataError
-from verl_ba.paper.data.sources import SOURCES
+from verl_ba.paper.data.sources import SOURCES, Source
 
 
 def file_sha256(*paths: Path) -> str:
@@ -72,6 +72,29 @@ def read_records(folder: Path | str) -> dict[str, dict]:
     """Return the record of every data set that was built in a folder, by name; empty where there is none."""
     records = {name: read_record(Path(folder), name) for name in SOURCES}
     return {name: record for name, record in records.items() if record}
+
+
+def check_source(folder: Path, source: Source, revision: str, sha256: str, path: Path) -> bool:
+    """Compare a source's file with the checksum of the first one that was built in a folder, or record it there.
+
+    For sources whose checksum nobody has published. Returns True if it was recorded now. DataError if it is another.
+    """
+    known_path = folder / "checksums.json"
+    try:
+        known = json.loads(known_path.read_text(encoding="utf-8")) if known_path.exists() else {}
+        expected = known.get(key := f"{source.repository}@{revision}/{source.file}")
+    except (ValueError, AttributeError, OSError) as error:
+        raise DataError(f"{known_path}: expected the checksums that `verl-ba data` records ({error})") from error
+    if expected is None:
+        with written_whole(known_path) as partial:
+            partial.write_text(json.dumps({**known, key: sha256}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    elif expected != sha256:
+        raise DataError(
+            f"{source.name}: {path} is not the file that was built first from {source.repository} at {revision}: expected "
+            f"sha256 {expected}, as recorded in {known_path}; got {sha256}. Fetch it again; if this one is the right one, "
+            "remove the line there, or take it as it is with --unverified"
+        )
+    return expected is None
 
 
 def parquet_rows(path: Path) -> Iterator[dict]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import msgspec
 import numpy as np
@@ -122,7 +122,7 @@ def _decoder(length_fields: Sequence[str]) -> msgspec.json.Decoder:
     lengths = {f"length_{i}": name for i, name in enumerate(length_fields)}
     fields = [
         *((name, float | bool | None, None) for name in ("score", "reward")),
-        *((name, _Count | None, None) for name in ("step", *lengths)),
+        *((name, Optional[_Count], None) for name in ("step", *lengths)),  # noqa: UP045  # `|` fails on Annotated
         ("uid", str | int | None, None),
         *((name, msgspec.Raw, None) for name in ("output", "response", "input", "prompt")),
     ]
@@ -183,10 +183,10 @@ class _Reader:
         self.group_place: list[str] = []
         self.group_named: list[bool] = []  # by a uid
 
-    def wrong(self, name: str, file: int, number: int) -> None:
+    def wrong(self, name: str, file: Any, number: Any) -> None:
         self.problems.add(name, self.place(file, number))
 
-    def place(self, file: int, number: int) -> str:
+    def place(self, file: Any, number: Any) -> str:
         return f"{self.files[file].name}:{number}"
 
     def take(self, lines: list[bytes], file: int, number: int, fallback_step: int) -> None:
@@ -238,7 +238,7 @@ class _Reader:
         """Group, session and row of each record that is usable so far. The group is -1 where nothing tells it."""
         groups, sessions, rows = ([-1] * len(records) for _ in range(3))
         for i in np.flatnonzero(usable).tolist():
-            record = records[i]
+            record, raw = records[i], b""
             form = "plain" if record.output is None else "verl"
             if form != self.form:
                 self.form = self.form or form

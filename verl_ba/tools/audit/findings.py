@@ -136,11 +136,12 @@ def rule(report: Report, reading: Reading, actor: Actor, asked: Match | None) ->
     elif not policy and not found.rule.of_tokens:
         tokens = actor.batch.mask.sum()
         times = (reading.weight[0] * tokens)[actor.batch.mask.bool()]
+        longest = int(actor.batch.mask.sum(1).max())
         report.add(
             "note",
             term.name,
             "follows",
-            f"it follows {ACTOR}.loss_agg_mode={term.mode}: on responses of 1 to {int(actor.batch.mask.sum(1).max())} tokens, a token weighs "
+            f"it follows {ACTOR}.loss_agg_mode={term.mode}: on responses of 1 to {longest} tokens, a token weighs "
             f"{times.min():.2g} to {times.max():.2g} times what it does under token-mean. Its coefficient was perhaps "
             "chosen under another mode",
         )
