@@ -9,8 +9,11 @@ equations, lists and quantities are compared here, where math-verify says that w
 `0.0`, `a + b = 0` and `0`); all else is for math-verify's `verify`.
 """
 
+import itertools
 import json
 import logging
+import math
+import re
 import resource
 import signal
 import sys
@@ -45,25 +48,24 @@ def main(cpu_seconds: float) -> None:
     for line in sys.stdin:
         _set_timers(cpu_seconds, _WALL_SECONDS)
         number, gold, answer, relative, tolerances, physics = json.loads(line)
-        try:
-            result = bool(answers.equal(gold, answer, relative, tolerances, judge(physics)))
-        except Exception:  # sympy raises anything; such an answer is not the gold one
-            result = False
+        result = answers.equal(gold, answer, relative, tolerances, judge(physics))
         _set_timers(0, 0)
         print(json.dumps([number, result]), flush=True)
 
 
 def judge(physics: bool) -> answers.Judge:
+    """What compares two single answers in this process. physics: see `units.read`."""
+
     def compare(gold: str, answer: str, margin: Margin) -> bool:
-        (gold_value, gold_unit), (value, unit) = units.read(gold, physics), units.read(answer, physics)
-        if (gold_value, value) != (gold, answer):
+        try:
+            (gold_value, gold_unit), (value, unit) = units.read(gold, physics), units.read(answer, physics)
             if gold_unit is not None and unit is not None and gold_unit != unit:
-                return _same_quantity(read(gold_value), gold_unit, read(value), unit, margin) or (
-                    # an angle is a number
-                    False
-                )
-            return answers.same_value(gold_value, value, margin, symbolic)
-        return symbolic(gold, answer, margin)
+                return _same_quantity(read(gold_value), gold_unit, read(value), unit, margin)
+            if (gold_value, value) != (gold, answer):
+                return answers.same_value(gold_value, value, margin, symbolic)
+            return symbolic(gold, answer, margin)
+        except Exception:  # sympy raises anything; such an answer is not the gold one
+            return False
 
     return compare
 
@@ -96,8 +98,6 @@ def symbolic(gold_text: str, answer_text: str, margin: Margin) -> bool:
 
 def read(text: str) -> Any:
     """Parse one answer. Decimals become exact fractions; an error if it cannot be read."""
-    import re
-
     import sympy
     from latex2sympy2_extended import NormalizationConfig
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy, normalize_latex
@@ -108,10 +108,12 @@ def read(text: str) -> Any:
     text = re.sub(r"\\([gG])amma(?![a-zA-Z])(?:_(\w|\{[^{}]*\}))?", _name_of_gamma, text)
     text = re.sub(
         r"([a-zA-Z])(?:_(\w|\{[^{}]*\}))?((?:\^ ?\{? ?(?:\\prime ?)+\}?)|'+)",
-        lambda m: f"{m[1]}_{{{(m[2] or '').strip('{}')}{_PRIME}{m[3].count('prime') + m[3].count(chr(39))}}}",
+        _name_with_primes,
         text,
     )
-    text = re.sub(r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})", r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
+    text = re.sub(
+        r"(\d+(?:\.\d+)?) ?\^ ?(?:\\circ(?![a-zA-Z])|\{ ?\\circ ?\})", r"{(\1 \\cdot \\frac{\\pi}{180})}", text
+    )
     # The whole text is the answer. Units are off: math-verify's include t, m, s, c, d, g, h, l, so that 3t would be 3.
     text = normalize_latex(text, NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none"))
     parsed: Any = latex2sympy(
@@ -124,7 +126,7 @@ def read(text: str) -> Any:
     # In `dy/dx` y is a symbol, and sympy would say that its derivative is 0.
     parsed = parsed.replace(
         lambda node: isinstance(node, sympy.Derivative) and node.expr.is_Symbol,
-        lambda node: sympy.Function("derivative")(node.expr, *[sympy.Integer(0) + part for part in _flat(node.variable_count)]),
+        lambda node: sympy.Function("derivative")(node.expr, *itertools.chain(*node.variable_count)),
     )
     floats = parsed.atoms(sympy.Float)
     return parsed.xreplace({number: sympy.Rational(str(number)) for number in floats}) if floats else parsed
@@ -133,18 +135,17 @@ def read(text: str) -> Any:
 _PRIME = "prime"
 
 
-def _flat(pairs: Any) -> list[Any]:
-    return [part for pair in pairs for part in pair]
+def _name_with_primes(match: re.Match[str]) -> str:
+    primes = match[3].count("prime") + match[3].count("'")
+    return f"{match[1]}_{{{(match[2] or '').strip('{}')}{_PRIME}{primes}}}"
 
 
-def _name_of_gamma(match: Any) -> str:
+def _name_of_gamma(match: re.Match[str]) -> str:
     return f"{match[1]}_{{gamma{(match[2] or '').strip('{}')}}}"
 
 
 def _refuse_what_is_too_large(expression: Any) -> None:
     """OverflowError before sympy would compute a number with more than _DIGITS digits, such as 9^{9^{9^9}}."""
-    import math
-
     from sympy import factorial, postorder_traversal
 
     for node in postorder_traversal(expression):
@@ -179,7 +180,9 @@ def _same(gold: Any, answer: Any, margin: Margin) -> bool:
     if gold_sides:
         return _names_a_value(gold_sides[0]) and _same(gold_sides[-1], answer, margin)
     if sides:
-        return (len(sides) > 2 or not _is_special(sides[0]) or _names_a_value(sides[0])) and _same(gold, sides[-1], margin)
+        return (len(sides) > 2 or not _is_special(sides[0]) or _names_a_value(sides[0])) and _same(
+            gold, sides[-1], margin
+        )
     if isinstance(gold, FiniteSet) and isinstance(answer, FiniteSet):
         left = list(answer.args)
         for one in gold.args:
@@ -254,8 +257,10 @@ def _names_a_value(side: Any) -> bool:
         return True
     if getattr(side, "is_Mul", False) or getattr(side, "is_Pow", False):
         names = [symbol.name for symbol in side.free_symbols]
-        return bool(names) and all(name[0].isupper() or len(name) > 1 for name in names) and not side.atoms().difference(
-            side.free_symbols, {-1}
+        return (
+            bool(names)
+            and all(name[0].isupper() or len(name) > 1 for name in names)
+            and not side.atoms().difference(side.free_symbols, {-1})
         )
     return False
 

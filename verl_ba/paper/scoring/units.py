@@ -19,8 +19,30 @@ _DEFINITIONS = (  # pint 0.25 has none of these, or another meaning; nominal val
     "jansky = 1e-26 W / m**2 / Hz = Jy",
     "@alias astronomical_unit = AU",
 )
-_NO_UNITS = re.compile(r"(?<![a-zA-Z])(?:units?|pi|e|i|x|y|z|n)(?![a-zA-Z])")  # u-nit is a unit for pint, and pi a constant
-_SHORT = {"cm", "mm", "km", "nm", "kg", "mg", "ml", "mL", "ft", "in", "lb", "oz", "mi", "hr", "eV", "Hz", "Pa", "kJ", "kW"}
+_NO_UNITS = re.compile(
+    r"(?<![a-zA-Z])(?:units?|pi|e|i|x|y|z|n)(?![a-zA-Z])"
+)  # u-nit is a unit for pint, and pi a constant
+_SHORT = {
+    "cm",
+    "mm",
+    "km",
+    "nm",
+    "kg",
+    "mg",
+    "ml",
+    "mL",
+    "ft",
+    "in",
+    "lb",
+    "oz",
+    "mi",
+    "hr",
+    "eV",
+    "Hz",
+    "Pa",
+    "kJ",
+    "kW",
+}
 """Outside physics, bare letters that are a unit and no product of variables; three letters and more need no list."""
 
 _POWER = r"(?: ?\^ ?(?:\{ ?[+-]?\d+ ?\}|[+-]?\d))?"
@@ -35,6 +57,7 @@ _QUOTIENT = rf"\\frac ?\{{ ?(?:{_GROUP}|1) ?\}} ?\{{ ?{_GROUP} ?\}}"
 _ONE = rf"(?:{_QUOTIENT}|\( ?{_GROUP} ?\){_POWER}|\[ ?{_GROUP} ?\]|{_ATOM})"
 _SUFFIX = re.compile(rf"(?:{_DEGREE}|(?:\\cdot|\\times|/)? ?{_ONE}(?: ?(?:\\cdot|\\times|[/*.])? ?{_ONE})*)$")
 _PLAIN_VALUE = re.compile(r"[-+]?(?:[\d.\s+*/(){}^,-]|\\(?:frac|sqrt|times|cdot|pi|approx|sim)(?![a-zA-Z]))*[\d)}]\s*")
+_ANGLE_OF_A_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 
 
 @cache
@@ -62,7 +85,10 @@ def read(text: str, physics: bool) -> tuple[str, Any]:
         if not match or not text[:start].strip() or _splits_a_word(text, start):
             continue
         value, suffix = text[:start].strip(), match[0]
-        marked = re.match(rf"{_DEGREE}$", suffix) or not re.search(r"[a-zA-Z]", re.sub(rf"{_TEXT}|{_SOLAR}|{_SYMBOL}|{_QUOTIENT}", "", suffix))
+        degrees = bool(re.fullmatch(_DEGREE, suffix))
+        if degrees and _ANGLE_OF_A_FUNCTION.search(value):
+            return text, None
+        marked = degrees or not re.search("[a-zA-Z]", re.sub(rf"{_TEXT}|{_SOLAR}|{_SYMBOL}|{_QUOTIENT}", "", suffix))
         if not marked and not _PLAIN_VALUE.fullmatch(value):
             continue
         unit = _parse(suffix)
@@ -99,7 +125,7 @@ def _parse(suffix: str) -> Any:
     if re.match(rf"{_DEGREE}$", text):
         scale = re.search(r"[CFK](?=\W*$)", text)
         text = {"C": "degC", "F": "degF", "K": "kelvin"}[scale[0]] if scale else "degree"
-    text = re.sub(rf"([MRL])_ ?\{{? ?\\odot ?\}}?|([MRL])_ ?\{{? ?\\text\{{sun\}} ?\}}?", lambda m: f"{m[1] or m[2]}_sun ", text)
+    text = re.sub(r"([MRL])_ ?\{? ?(?:\\odot|\\text\{sun\}) ?\}?", r"\1_sun ", text)
     text = re.sub(r"([MRL])_ ?\{? ?\\oplus ?\}?", r"\1_earth ", text)
     text = re.sub(r"\\mu(?![a-zA-Z]) ?(?:\\text ?\{ ?)?([a-zA-Z])", r"{micro\1", text)
     text = re.sub(r"\\frac ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\} ?\{", r"(\1)/{", text)
@@ -124,10 +150,6 @@ def _parse(suffix: str) -> Any:
         return getattr(unit, "units", None)
     except Exception:  # pint's parser raises anything on what is no unit
         return None
-
-
-def same(one: Any, other: Any) -> bool:
-    return one == other
 
 
 def convert(value: float, unit: Any, into: Any) -> float | None:
