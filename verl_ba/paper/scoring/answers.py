@@ -65,9 +65,9 @@ REWRITES = (
         r"\\(?:left|right|big|Big|bigg|Bigg|displaystyle|limits)(?![a-zA-Z])", "", r"(50\%, 1)", r"\left(0.5, 1\right)"
     ),
     Rewrite(r"(?<!\\)\\[()\[\]]|\\?\$|\*\*", "", "Yes", "**Yes**"),  # delimiters of mathematics, dollars, bold
-    Rewrite(r"(?<!\\)\\! *|(?<=\d)(?:\\[,;:]|\{\\,\}) *(?=\d)", "", r"11,\! 111", "11111"),
+    Rewrite(r"(?<!\\)\\! *|(?<=\d)(?:\\[,;:]|\{\\,\}) *(?=\d)", "", r"1,\!000\%", "10"),
     Rewrite(r"(?<!\\)\\(?:[,;: ]|$)|~|\\q?quad(?![a-zA-Z])", " ", "70", "70\\ "),
-    Rewrite(r"\{,\}", ",", r"10{,}080\%", "100.8"),
+    Rewrite(r"(?<=\d)\{,\}(?=\d)", "", r"10{,}080\%", "100.8"),
     Rewrite(r"\{ *\\(?:rm|bf|it)(?![a-zA-Z]) *([^{}]*)\}", r"\\text{\1}", "5", r"5 {\rm km}"),
     Rewrite(r"\\(?:mathrm|mathit|textbf|textit|textrm|textnormal|mbox)\s*\{", r"\\text{", "Evelyn", r"\textbf{Evelyn}"),
     Rewrite(r"^\\text\{([^{}]*)\}$", r"\1", "Anna, Bob", r"\text{Bob and Anna}"),
@@ -102,7 +102,9 @@ def clean(text: str) -> str:
     for pattern, replacement in _COMPILED:
         text = pattern.sub(replacement, text)
     text = re.sub(r"\s+", " ", text).strip().rstrip(".,:").rstrip()
-    return re.sub("[, ]", "", text) if _THOUSANDS.fullmatch(text) and not _THOUSANDS_OR_LIST.fullmatch(text) else text
+    if _THOUSANDS_OR_LIST.fullmatch(text):
+        return text
+    return _THOUSANDS.sub(lambda grouped: re.sub("[, ]", "", grouped[0]), text)
 
 
 def _unwrapped(text: str) -> str:
@@ -119,7 +121,7 @@ def _unwrapped(text: str) -> str:
 # Lists, tuples, sets, intervals
 # --------------------------------------------------------------------------------------------------------------------
 
-_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
+_THOUSANDS = re.compile(r"^[+-]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?(?=$| ?(?:\\?%|\\text|[a-zA-Z]))")
 _THOUSANDS_OR_LIST = re.compile(r"[1-9]\d\d(?:,[1-9]\d\d)+")
 r"""`105,210` is two numbers or one. In a ground truth it is two: data sets write one as 105210, 105{,}210 or 105,\!210. In
 an answer it is what the ground truth is."""

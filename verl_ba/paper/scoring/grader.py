@@ -148,6 +148,7 @@ def _refuse_what_is_too_large(expression: Any) -> None:
     """OverflowError before sympy would compute a number with more than _DIGITS digits, such as 9^{9^{9^9}}."""
     from sympy import factorial, postorder_traversal
 
+    node: Any
     for node in postorder_traversal(expression):
         if isinstance(node, factorial) and node.args[0].is_number and float(node.args[0]) > 20_000:
             raise OverflowError("a factorial that is too large")
@@ -223,7 +224,7 @@ def contradicts_itself(answer: Any) -> bool:
     """Is it a chain with two different numbers, such as 6 = 5? math-verify would read the last side alone."""
     from sympy import Eq, preorder_traversal
 
-    equations = [node for node in preorder_traversal(answer) if isinstance(node, Eq)]
+    equations: list[Any] = [node for node in preorder_traversal(answer) if isinstance(node, Eq)]
     return any(
         getattr(side.lhs, "is_number", False)
         and getattr(side.rhs, "is_number", False)
@@ -239,7 +240,7 @@ def _sides(expression: Any) -> list[Any]:
     if isinstance(expression, Eq):
         sides = [expression.lhs, expression.rhs]
     elif isinstance(expression, And) and all(isinstance(part, Eq) for part in expression.args):
-        chain = getattr(expression, "_unsorted_args", expression.args)
+        chain: Any = getattr(expression, "_unsorted_args", expression.args)
         sides = [chain[0].lhs, *[part.rhs for part in chain]]
     else:
         return []
@@ -282,6 +283,8 @@ def _same_equation(gold: list[Any], answer: list[Any], margin: Margin) -> bool:
     from math_verify.grader import sympy_solve_and_compare
     from sympy import Eq, Expr, simplify, solve
 
+    equations: list[Any]
+
     if _names_a_value(gold[0]) and gold[0] == answer[0]:
         return _same(gold[-1], answer[-1], margin)
     if not all(isinstance(side, Expr) for side in (gold[0], gold[-1], answer[0], answer[-1])):
@@ -298,7 +301,7 @@ def _same_equation(gold: list[Any], answer: list[Any], margin: Margin) -> bool:
     if not all(solve(equation, equation.free_symbols) for equation in equations):
         return False  # no solutions at all: nothing to compare
     try:
-        return bool(sympy_solve_and_compare(*equations, 6, 15))
+        return bool(sympy_solve_and_compare(equations[0], equations[1], 6, 15))
     except ValueError:  # another number of solutions
         return False
 
