@@ -17,6 +17,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from verl_ba.paper.scoring import answers, units
@@ -148,9 +149,10 @@ def _refuse_what_is_too_large(expression: Any) -> None:
     """OverflowError before sympy would compute a number with more than _DIGITS digits, such as 9^{9^{9^9}}."""
     from sympy import factorial, postorder_traversal
 
-    node: Any
-    for node in postorder_traversal(expression):
-        if isinstance(node, factorial) and node.args[0].is_number and float(node.args[0]) > 20_000:
+    nodes: Iterable[Any] = postorder_traversal(expression)
+    for node in nodes:
+        is_factorial: bool = isinstance(node, factorial)
+        if is_factorial and node.args[0].is_number and float(node.args[0]) > 20_000:
             raise OverflowError("a factorial that is too large")
         if getattr(node, "is_Pow", False) and node.is_number and node.base.is_number:
             size = abs(complex(node.base.evalf()))  # evaluated before: the traversal begins at the leaves
