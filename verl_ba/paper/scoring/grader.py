@@ -18,7 +18,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from verl_ba.paper.scoring import answers, units
 from verl_ba.paper.scoring.answers import Margin
@@ -149,10 +149,8 @@ def _refuse_what_is_too_large(expression: Any) -> None:
     """OverflowError before sympy would compute a number with more than _DIGITS digits, such as 9^{9^{9^9}}."""
     from sympy import factorial, postorder_traversal
 
-    nodes: Iterable[Any] = postorder_traversal(expression)
-    for node in nodes:
-        is_factorial: bool = isinstance(node, factorial)
-        if is_factorial and node.args[0].is_number and float(node.args[0]) > 20_000:
+    for node in cast("Iterable[Any]", postorder_traversal(expression)):
+        if node.func is factorial and node.args[0].is_number and float(node.args[0]) > 20_000:
             raise OverflowError("a factorial that is too large")
         if getattr(node, "is_Pow", False) and node.is_number and node.base.is_number:
             size = abs(complex(node.base.evalf()))  # evaluated before: the traversal begins at the leaves
@@ -292,7 +290,7 @@ def _same_equation(gold: list[Any], answer: list[Any], margin: Margin) -> bool:
     if not all(isinstance(side, Expr) for side in (gold[0], gold[-1], answer[0], answer[-1])):
         return False
     differences = [simplify(side[0] - side[-1]) for side in (gold, answer)]
-    if any(difference == 0 for difference in differences):
+    if 0 in differences:
         return False
     ratio = simplify(differences[0] / differences[1])
     if ratio.is_number:
