@@ -150,7 +150,7 @@ def _refuse_what_is_too_large(expression: Any) -> None:
     from sympy import factorial, postorder_traversal
 
     for node in cast("Iterable[Any]", postorder_traversal(expression)):
-        if node.func is factorial and node.args[0].is_number and float(node.args[0]) > 20_000:
+        if getattr(node, "func", None) is factorial and node.args[0].is_number and float(node.args[0]) > 20_000:
             raise OverflowError("a factorial that is too large")
         if getattr(node, "is_Pow", False) and node.is_number and node.base.is_number:
             size = abs(complex(node.base.evalf()))  # evaluated before: the traversal begins at the leaves
