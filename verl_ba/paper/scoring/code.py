@@ -2,19 +2,15 @@
 
 import base64
 import json
-import re
-import textwrap
 import zlib
 from decimal import Decimal, InvalidOperation
 from itertools import zip_longest
 
 from verl_ba.paper.scoring import sandbox
+from verl_ba.paper.scoring.fences import extract_program
 
 TEST_SECONDS = 6
 """CPU time per test [s]; the default of LiveCodeBench's runner (lcb_runner/evaluation/testing_util.py, run_test)."""
-
-RESPONSE_TAIL = 200_000
-"""Only this much of a response's end is searched for a program [characters]."""
 
 _PLAIN_LIMIT = 4096  # characters: above it, tests are mostly repetitive numbers that compress five times and more
 _PACKED = "zlib:"
@@ -80,19 +76,6 @@ def score(response: str, ground_truth: str) -> float:
         if not outcome.ok or seconds_left < 0 or not passes(outcome.stdout, expected):
             return 0.0
     return 1.0
-
-
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
-
-
-def extract_program(response: str) -> str | None:
-    """The last closed ```python block, else the last closed block without a language, else None."""
-    blocks = _FENCED.findall(response[-RESPONSE_TAIL:].replace("\r\n", "\n"))
-    for languages in (("python", "python3", "py"), ("",)):
-        codes = [code for language, code in blocks if language.lower() in languages]
-        if codes:
-            return textwrap.dedent(codes[-1])
-    return None
 
 
 # LiveCodeBench's runner has these names ready: LeetCode's starter code uses List without importing it.

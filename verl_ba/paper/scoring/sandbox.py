@@ -43,6 +43,8 @@ for _slot in range(SLOTS):
 class SandboxError(RuntimeError):
     """The sandbox itself is missing or failed: says nothing about the program, so it must not become a score."""
 
+    ends_run = True  # verl_ba/hooks/reward.py: a training run does not go on without it
+
 
 @dataclass(frozen=True)
 class Outcome:
