@@ -69,7 +69,7 @@ def run(rollouts, config, micro, layout="padded", add=None, loss=losses.ppo_loss
     for key, value in (add or {}).items():
         data[key] = value
     if config.loss_agg_mode in aggregation.MODES:
-        data[loss_agg.COLUMN] = harness.pool_lengths(config.loss_agg_mode, data)
+        harness.add_pool_lengths(config.loss_agg_mode, data)
     leaf = rollouts.theta.clone().requires_grad_()
     total, recorded = torch.zeros((), dtype=torch.float64), []
     original = core_algos.agg_loss
@@ -280,7 +280,7 @@ def test_lora_adapters_get_the_exact_gradient():
 
     config = harness.make_actor_config("balanced")
     data = harness.to_tensordict(rollouts, list(range(ROWS)), "nested")
-    data[loss_agg.COLUMN] = harness.pool_lengths("balanced", data)
+    harness.add_pool_lengths("balanced", data)
     total = [torch.zeros_like(p) for p in adapters]
     for start in range(0, ROWS, 5):
         part = harness.tu.index_select_tensor_dict(data, torch.arange(start, min(start + 5, ROWS)))

@@ -1,9 +1,18 @@
 """What is logged under `balance/`: its definitions, the weights that it follows from, and how a run records it."""
 
-from verl_ba.metrics.definitions import METRICS, PREFIX, SIGN_METRICS, SIGN_NAMES, Metric, metrics_markdown
+from verl_ba.metrics.definitions import (
+    APPLIED_RESIDUAL,
+    METRICS,
+    PREFIX,
+    SIGN_METRICS,
+    SIGN_NAMES,
+    Metric,
+    metrics_markdown,
+)
 from verl_ba.metrics.weights import balance_metrics, statistics_of
 
 __all__ = [
+    "APPLIED_RESIDUAL",
     "METRICS",
     "PREFIX",
     "SIGN_METRICS",

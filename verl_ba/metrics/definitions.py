@@ -52,6 +52,15 @@ SIGN_METRICS = tuple(
 )
 """Of tokens, from the losses of an update: logged by a training run, and not known to `balance_metrics`."""
 
+APPLIED_RESIDUAL = Metric(
+    "active/applied_residual",
+    "ratio",
+    "under our modes: the weights that `agg_loss` really applied, summed over micro-batches, ranks and mini-batches as the "
+    "losses are; |their sum − rows that are not empty| over the latter",
+    "below 1e-6, in bfloat16 below 0.06: else the log warns, and `VERL_BA_STRICT=1` ends the run",
+)
+"""Of the losses of an update, too."""
+
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
     Metric(
@@ -125,9 +134,10 @@ METRICS = (
         "|Σw over the rows − rows that are not empty| over the latter",
         "below 1e-9: the weights are a true weighted mean",
     ),
+    APPLIED_RESIDUAL,
     *SIGN_METRICS,
 )
-"""Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but `SIGN_METRICS`."""
+"""Every metric that is logged, without the prefix `balance/`; the last ten are a run's own, unknown to `balance_metrics`."""
 
 
 def metrics_markdown() -> str:
