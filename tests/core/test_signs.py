@@ -120,7 +120,9 @@ def with_sessions(session, layout="padded", rewards=(1.0, 1.0, 0.0, 0.0)) -> Ten
 
 
 def test_a_session_that_is_constant_within_the_prompts_is_refused():
-    with pytest.raises(ValueError, match="session_id: the same within every prompt.*rename the column of the data set"):
+    with pytest.raises(
+        ValueError, match=r"session_id: the same within every prompt.*rename the column of the data set"
+    ):
         harness.pool_lengths("balanced", with_sessions([7] * 4))
 
 

@@ -9,7 +9,7 @@ import verl  # noqa: F401  loads the plugin, as in any verl process
 from verl.utils.metric import Metric, reduce_metrics
 
 from tests.support import verl_harness as harness
-from verl_ba import aggregation, hooks, loss_agg, say
+from verl_ba import aggregation, hooks, say
 from verl_ba.hooks import log
 from verl_ba.metrics import APPLIED_RESIDUAL, METRICS, SIGN_METRICS, SIGN_NAMES, balance_metrics, record
 
