@@ -7,8 +7,6 @@ verl's reward workers call it in threads, many at once; it keeps its own limits 
 which needs a main thread.
 """
 
-from verl_ba.paper.scoring.sandbox import take_faults
-
 MATH = ("dapo17k", "polaris", "math500", "aime24", "aime25", "olympiadbench", "minerva")
 CODE = ("livecodebench",)
 
@@ -50,5 +48,7 @@ def compute_named_score(
     it as val-aux/SOURCE/machine_faults, and writes it into its dumps. A program that cannot be run at the second attempt
     either raises; it is counted with the next score.
     """
+    from verl_ba.paper.scoring.sandbox import take_faults
+
     score = compute_score(data_source, solution_str, ground_truth, extra_info)
     return {"score": score, "acc": score, "benchmark": data_source, "machine_faults": float(take_faults())}
