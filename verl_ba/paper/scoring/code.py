@@ -102,7 +102,7 @@ _IMPORTS = """
 import sys
 for _name in ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
               "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"):
-    exec(f"from {_name} import *\nimport {_name}")
+    exec(f"from {_name} import *\\nimport {_name}")
 sys.setrecursionlimit(50000)
 sys.set_int_max_str_digits(50000)
 """
@@ -121,7 +121,7 @@ except SystemExit:
 # may be equal, a tuple inside a list or a dict with keys that are no strings is not.
 _CALL = """
 import json as _json, os as _os, sys as _sys
-_arguments = [_json.loads(line) for line in _sys.stdin.read().split("\n") if line.strip()]
+_arguments = [_json.loads(line) for line in _sys.stdin.read().split("\\n") if line.strip()]
 _result = _os.fdopen(_os.dup(1), "w")
 _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 1)
 _sys.modules["solution"] = _sys.modules["__main__"]
