@@ -20,6 +20,7 @@ from verl_ba.tools.doctor import Report, examine, examine_cluster
 
 if TYPE_CHECKING:
     from verl_ba.tools.audit import Report as AuditReport
+    from verl_ba.tools.check import Report as CheckReport
 
 app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, add_completion=False)
 
@@ -124,6 +125,69 @@ def print_audit(console: Console, report: "AuditReport") -> None:
         console.print(f"{sign} {finding.term}: {finding.message}", style=style, highlight=False, markup=False)
     if not report.faults:
         console.print("✓ nothing depends on the split, nothing is ignored", highlight=False)
+
+
+@app.command()
+def check(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="ranks on this machine; on GPUs, one for each")] = 1,
+    config_path: Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")] = None,
+    config_name: Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
+    ] = None,
+    float32: Annotated[bool, typer.Option("--float32", help="compute in float32, for a sharper comparison")] = False,
+    model: Annotated[Path | None, typer.Option(help="a small model to use as it is", metavar="FOLDER")] = None,
+) -> None:
+    """Train one update of every mode with the engine of a configuration, and compare its gradient with float64.
+
+    Real ranks, verl's own worker, a small random model of the configured architecture. Exit status 1 if a mode's relative
+    error is beyond the tolerance of the precision; 2 if the input is wrong or the ranks fail.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    if config is not None and (overrides or config_path or config_name):
+        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
+        raise typer.Exit(2)
+    with errors.status("training (starting the ranks takes a while)"):
+        from verl_ba.tools import check as checker
+        from verl_ba.tools.audit.config import AuditError, compose, load
+
+        try:
+            checker.device_of_this_machine()
+            composed = load(config) if config else compose(overrides or [], config_path, config_name)
+            report = checker.check(composed, nproc, float32, model)
+        except (AuditError, checker.CheckError) as error:
+            errors.print(f"✗ {error}", style="red", markup=False)
+            raise typer.Exit(2) from error
+    print_check(console, report)
+    raise typer.Exit(1 if report.faults else 0)
+
+
+def print_check(console: Console, report: "CheckReport") -> None:
+    """The errors of each mode as a table, and the verdict."""
+    table = Table(
+        Column("loss_agg_mode", overflow="fold"),
+        *("gradient", "loss", "logged norm", "nearest other mode"),
+        title=f"relative errors against float64: {report.title}",
+        caption=f"{'; '.join(report.changed)}. Tolerance {report.tolerance:g}",
+    )
+    for result in report.results:
+        numbers = (result.gradient_error, result.loss_error, result.norm_error, result.nearest)
+        style = "red" if result in report.faults else None
+        table.add_row(result.case.mode, *(f"{number:.1e}" for number in numbers), style=style)
+    console.print(table)
+    for result in report.faults:
+        console.print(
+            f"✗ loss_agg_mode={result.case.mode}: off by {result.worst:.2g}, expected at most {report.tolerance:g}: this "
+            "engine does not train what the mode says. Please report this table",
+            style="red",
+            highlight=False,
+        )
+    if not report.faults:
+        console.print("✓ every mode trains what it says", highlight=False)
 
 
 def cluster_faults(console: Console, address: str, quiet: bool) -> list[str]:

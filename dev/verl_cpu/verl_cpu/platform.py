@@ -148,6 +148,8 @@ def install() -> None:
     import wrapt
     from verl.plugin.platform import PlatformRegistry
 
+    from verl_cpu import packed
+
     if PlatformRegistry.get("cpu") is not None:
         return
     PlatformRegistry.register("cpu")(platform_class())
@@ -160,6 +162,7 @@ def install() -> None:
         ("verl.utils.distributed", _one_backend),
         ("verl.trainer.ppo.v1.replay_buffer", _poll_often),
         ("torch.distributed.fsdp._init_utils", _allow_cpu_broadcast),
+        ("verl.models.transformers.monkey_patch", packed.install),
     ):
         wrapt.register_post_import_hook(hook, module)
     print("[verl_ba] VERL_PLATFORM=cpu: verl runs on the CPU", file=sys.stderr, flush=True)
