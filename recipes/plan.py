@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes import manifest
+from verl_ba.support import ulysses_fault
 from verl_ba.tools.analysis.modes import short
 
 CONFIG = Path(__file__).resolve().parent / "config"
@@ -110,6 +111,7 @@ def problems(config: DictConfig, files: bool = True) -> list[str]:
             f"trainer.logger={list(config.trainer.logger)}: expected 'file' among them, which comparisons read; for example "
             f"trainer.logger=[console,file,wandb]"
         )
+    found += filter(None, [ulysses_fault(config)])
     if files:
         found += [f"{where}={path}: {what}" for where, path, what in missing_files(config)]
     return found

@@ -211,25 +211,28 @@ TRAINERS = {
         "every rank is data-parallel", "tests/trainer/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
     ),
     "engine FSDP with Ulysses": Trainer(
-        "the group excludes sequence-parallel peers, which hold the same rows",
-        f"{_GROUPS}test_verls_engine_gives_the_group_without_ulysses_peers",
-        "it wants packed sequences, and so flash-attn, which needs a GPU",
+        "the group excludes sequence-parallel peers, which hold the same rows. With attn_implementation sdpa, eager or "
+        "flex_attention verl's Ulysses trains wrong in every mode (the gradient is off by .31): refused by `verl-ba "
+        "audit` and by the recipes' plan",
+        "tests/trainer/test_ulysses.py::test_ulysses_with_packed_rows_is_zero_on_policy",
     ),
     "engine Megatron": Trainer(
         "the group excludes tensor-, pipeline- and context-parallel peers, which hold the same rows; with dynamic context "
-        "parallelism it is one rank, which holds the whole batch",
+        "parallelism it is one rank, which holds the whole batch. With calculate_per_token_loss and context parallelism, "
+        "verl 0.9.1 makes every gradient too large by one factor, in every mode: see docs/engines.md",
         _PEERS,
-        "megatron-core is not in the environment",
+        "megatron-core is not in the environment; docs/engines.md has what a prototype measured",
     ),
     "engine VeOmni": Trainer(
         "as FSDP, with or without Ulysses",
         _PEERS,
-        _NOT_HERE,
+        f"{_NOT_HERE}; docs/engines.md has what a prototype measured",
     ),
     "engine torchtitan": Trainer(
-        "the group may count rows once per context-parallel peer, or be None where all ranks hold all rows: means stay",
+        "data_parallel_shard_size alone is exact. With data_parallel_replicate_size=2 verl 0.9.1 doubles every gradient, in "
+        "token-mean as well; with context parallelism it cannot train RL",
         _PEERS,
-        _NOT_HERE,
+        f"{_NOT_HERE}; docs/engines.md has what a prototype measured",
     ),
     "Tinker's worker (`engine_workers_tinker`)": Trainer(
         "refused at the first loss: forward_backward goes past update_actor, so nobody sees whole groups",

@@ -61,6 +61,8 @@ def doctor(
         for seam, attached, why in report.seams:
             table.add_row(seam.removeprefix("verl."), attached, why)
         console.print(table)
+    for warning in report.warnings:
+        console.print(f"· {warning}", highlight=False, markup=False)
     finish(console, report.faults)
 
 
