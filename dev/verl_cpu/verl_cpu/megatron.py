@@ -9,6 +9,7 @@ Shape suffixes: N packed tokens of this rank, H heads, D width of a head.
 
 import contextlib
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -164,12 +165,12 @@ def packed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """
     ranks = group.size()
     if ranks == 1:
-        spans = list(zip(ends, ends[1:], strict=False))
+        spans = list(itertools.pairwise(ends))
         parts = [_attend(query[a:b], key[a:b], value[a:b], is_causal=True) for a, b in spans]
         return torch.cat(parts)
     keys, values = (_GatherTokens.apply(x, group) for x in (key, value))
     parts = []
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in itertools.pairwise(ends):
         here = slice(start // ranks, end // ranks)
         places = torch.cat([_positions(end - start, ranks, rank) for rank in range(ranks)])
         mine = _positions(end - start, ranks, group.rank())
