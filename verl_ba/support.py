@@ -128,7 +128,7 @@ def ulysses_fault(config: Any) -> str | None:
     """Why Ulysses would train wrong with this configuration of verl, in every mode and without a word; None if it would not.
 
     In verl 0.9.1 the exchange of tokens for heads is in transformers' flash attention alone. With another attention each
-    rank attends to its own part of every sequence only: the gradient is off by .31 (`python -m dev.engines`).
+    rank attends to its own part of every sequence only: the gradient was off by .31 (docs/engines.md).
 
     Args:
         config: the composed configuration of a trainer; sections that are missing are left out.
@@ -163,12 +163,14 @@ class Trainer:
     Attributes:
         groups: how whole groups reach the update.
         test: what checks it, a test's name from the root of the repository.
-        not_run: why verl itself was not run; empty if it was, for some steps on the CPU.
+        not_run: why verl itself was not run; empty if it was.
+        ran: what was run of it.
     """
 
     groups: str
     test: str
     not_run: str = ""
+    ran: str = "a few steps on the CPU"
 
 
 _RUNS = "tests/trainer/test_trainers.py::"
@@ -219,9 +221,10 @@ TRAINERS = {
     "engine Megatron": Trainer(
         "the group excludes tensor-, pipeline- and context-parallel peers, which hold the same rows; with dynamic context "
         "parallelism it is one rank, which holds the whole batch. With calculate_per_token_loss and context parallelism, "
-        "verl 0.9.1 makes every gradient too large by one factor, in every mode: see docs/engines.md",
-        _PEERS,
-        "megatron-core is not in the environment; docs/engines.md has what a prototype measured",
+        "verl 0.9.1 makes every gradient too large by one factor, in every mode (docs/upstream-megatron.md)",
+        "tests/engines/test_megatron.py::test_gradients_and_norms_equal_the_reference",
+        ran="verl's worker on CPU ranks (docs/engines.md); Transformer Engine, Megatron-Bridge and dynamic context "
+        "parallelism were not run",
     ),
     "engine VeOmni": Trainer(
         "as FSDP, with or without Ulysses",
@@ -246,7 +249,7 @@ TRAINERS = {
 def trainers_table() -> list[tuple[str, str, str, str]]:
     """Rows of the table: what, how groups are whole, what was run, what checks it."""
     return [
-        (name, t.groups, f"not run: {t.not_run}; a stand-in" if t.not_run else "a few steps on the CPU", f"`{t.test}`")
+        (name, t.groups, f"not run: {t.not_run}; a stand-in" if t.not_run else t.ran, f"`{t.test}`")
         for name, t in TRAINERS.items()
     ]
 
