@@ -66,6 +66,7 @@ class Measured:
         )
         self.parts = len(self.true)
         self.shapes = list(row["shapes"])
+        self.blocks = len(row["shapes"][self.shapes[0]]["square"])
 
     def rules(self, shape: str | None = None) -> list[str]:
         return self.row["shapes"][shape or self.shapes[0]]["rules"]
@@ -75,20 +76,25 @@ class Measured:
 
         Raises KeyError where the bank lacks the measure.
         """
-        of, rules = self._of(measure, shape or self.shapes[0])
+        of, rules = self.function(measure, shape)
         if measure in RELATIVE and against is not None:
             at = rules.index(against)
             absolute = of
             of = lambda b, p: absolute(b, p) / absolute(b, p)[at] - 1  # noqa: E731
-        blocks = len(self.row["shapes"][self.shapes[0]]["square"])
-        value, error = jackknife(of, blocks, self.parts)
-        return {rule: Number(float(v), float(e), blocks - 1) for rule, v, e in zip(rules, value, error, strict=True)}
+        value, error = jackknife(of, self.blocks, self.parts)
+        return {
+            rule: Number(float(v), float(e), self.blocks - 1) for rule, v, e in zip(rules, value, error, strict=True)
+        }
 
     def _norm(self, parts: np.ndarray) -> float:
         """|g*|, from products of different parts, which have no noise in common."""
         inner = self.true[np.ix_(parts, parts)]
         n = len(parts)
         return float(np.sqrt(max((inner.sum() - np.trace(inner)) / (n * (n - 1)), 1e-30)))
+
+    def function(self, measure: str, shape: str | None = None) -> tuple[Of, list[str]]:
+        """The measure of all rules as a function of blocks and parts, for `jackknife`; and the rules."""
+        return self._of(measure, shape or self.shapes[0])
 
     def _of(self, measure: str, shape: str) -> tuple[Of, list[str]]:
         sums = {k: np.array(v) for k, v in self.row["shapes"][shape].items() if k != "rules"}

@@ -17,6 +17,7 @@ from verl_ba.aggregation import MODES
 from verl_ba.paper.data.command import data
 from verl_ba.tools.analysis import commands
 from verl_ba.tools.doctor import Report, examine, examine_cluster
+from verl_ba.tools.gradients.command import gradients
 
 if TYPE_CHECKING:
     from verl_ba.tools.audit import Report as AuditReport
@@ -25,6 +26,7 @@ app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, a
 
 app.command()(commands.analyze)
 app.command()(commands.compare)
+app.command()(gradients)
 app.command()(data)
 
 PACKAGES = ("verl", "torch", "vllm", "ray", "tensordict", "transformers", "TransferQueue", "flash-attn", "omegaconf")

@@ -57,6 +57,7 @@ class Rollouts:
     group_place: list[str]  # file:line of the first response [G]
     problems: Problems
     lines: int
+    text: list[tuple[str, str]] | None = None  # prompt and response, if they were asked for [R]
 
 
 class NoRollouts(ValueError):
@@ -81,6 +82,7 @@ def read_rollouts(
     count_tokens: Callable[[list[str]], list[int]] | None = None,
     length_field: str | None = None,
     on_bytes: Callable[[int], Any] = lambda number: None,
+    keep_text: bool = False,
 ) -> Rollouts:
     """Read dumps of any of the forms above.
 
@@ -88,11 +90,13 @@ def read_rollouts(
         count_tokens: lengths [tokens] of a list of response texts; None: lengths come from a field.
         length_field: the field that holds the length; None: the first of `LENGTH_FIELDS` that a line has.
         on_bytes: called with numbers of bytes that have been read.
+        keep_text: keep every prompt and response. Lines without a prompt's text are then left out.
 
     Raises:
-        NoRollouts: no line could be used; the message names what was wrong with them.
+        NoRollouts: no line could be used; the message names what was wrong with them. Or text is to be kept and a response
+            has several rows: their prompts are not in the dump.
     """
-    reader = _Reader(length_field, wants_text=count_tokens is not None)
+    reader = _Reader(length_field, wants_text=count_tokens is not None, keep_text=keep_text)
     texts: list[str] = []
     lengths = array("q")
     for place, line, fallback_step in _lines(files, on_bytes):
@@ -128,7 +132,8 @@ def _file_step(path: Path) -> int:
 class _Reader:
     """Parses lines and collects columns; one entry per line that could be used."""
 
-    def __init__(self, length_field: str | None, wants_text: bool) -> None:
+    def __init__(self, length_field: str | None, wants_text: bool, keep_text: bool = False) -> None:
+        self.text: list[tuple[str, str]] | None = [] if keep_text else None
         self.length_fields = (length_field,) if length_field else LENGTH_FIELDS
         self.wants_text = wants_text
         self.problems = Problems()
@@ -172,6 +177,8 @@ class _Reader:
         if not isinstance(step, int):
             return self._wrong("the step is not a whole number", place)
         uid, prompt = record.get("uid"), record.get("input", record.get("prompt"))
+        if self.text is not None and not (isinstance(prompt, str) and isinstance(text, str)):
+            return self._wrong("no text of prompt and response (expected strings)", place)
         session, row = -1, 0
         if uid is not None:
             uid = str(uid)
@@ -189,6 +196,8 @@ class _Reader:
             self.group_step.append(step)
             self.group_label.append(label[:_LABEL])
             self.group_place.append(f"{place[0]}:{place[1]}")
+        if self.text is not None:
+            self.text.append((prompt, text))
         self.group.append(number)
         self.session.append(session)
         self.row.append(row)
@@ -208,7 +217,14 @@ class _Reader:
         group, session = np.asarray(self.group), np.asarray(self.session)
         length, score = np.asarray(lengths, dtype=np.float64), np.asarray(self.score)
         if (session >= 0).any():
-            length, score, group = self._fold(length, score, group, session, np.asarray(self.row))
+            responses = len(length)
+            length, score, group, place = self._fold(length, score, group, session, np.asarray(self.row))
+            if self.text is not None and len(length) < responses:
+                raise NoRollouts(
+                    "a response of several rows (multi-turn): its gradient cannot be taken from a dump's text"
+                )
+            if self.text is not None:
+                self.text = [self.text[i] for i in place]
         # A group of empty responses alone is verl's padding of the batch.
         for number in np.flatnonzero((np.bincount(group) == 1) & (np.bincount(group, weights=length) > 0)):
             self.problems.add(
@@ -223,10 +239,11 @@ class _Reader:
             self.group_place,
             self.problems,
             self.lines,
+            self.text,
         )
 
     def _fold(self, length, score, group, session, row):
-        """Rows of one session are one response: as long as all of them, with the score of the last."""
+        """Rows of one session are one response: as long as all of them, with the score of the last, whose place is given."""
         session = np.where(session >= 0, session, session.max() + 1 + np.arange(len(session)))
         order = np.lexsort((row, session, group))
         key = np.stack((group, session, row))[:, order]
@@ -235,4 +252,4 @@ class _Reader:
             self.problems.add("the same uid a second time in one step; used all the same", self.group_place[number])
         starts = np.flatnonzero(np.append(True, ~same[:2].all(axis=0)))
         last = np.append(starts[1:] - 1, len(order) - 1)
-        return np.add.reduceat(length[order], starts), score[order[last]], group[order[last]]
+        return np.add.reduceat(length[order], starts), score[order[last]], group[order[last]], order[last]
