@@ -39,7 +39,8 @@ def load(model: Path, out: Path, dtype: torch.dtype = torch.float32) -> tuple[An
             AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).save_pretrained(folder)
             AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
         model = folder
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval(), AutoTokenizer.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    return network.eval(), AutoTokenizer.from_pretrained(model)
 
 
 def entries(number: int, seed: int) -> list[tuple[str, dict]]:
@@ -74,7 +75,7 @@ def main(
     network, tokenizer = load(model, out)
     done = len(out.read_text().splitlines()) // responses if out.exists() else 0
     torch.manual_seed(seed + done)
-    tokenizer.padding_side, end = "left", tokenizer.eos_token_id
+    tokenizer.padding_side, tokenizer.pad_token, end = "left", tokenizer.eos_token, tokenizer.eos_token_id
     left = entries(prompts, seed)[done:]
     for start in track(range(0, len(left), TOGETHER), description="sampling"):
         chosen = left[start : start + TOGETHER]

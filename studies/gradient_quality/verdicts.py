@@ -177,7 +177,7 @@ def foretold(measured: Sequence[Measured], rows: Sequence[Row], cells: Sequence[
     rng = np.random.default_rng(0)
 
     def correlation(cosines: Sequence[np.ndarray], areas: Sequence[np.ndarray]) -> float:
-        return float(np.mean([spearmanr(c, a)[0] for c, a in zip(cosines, areas, strict=True)]))
+        return float(np.mean([float(spearmanr(c, a)[0]) for c, a in zip(cosines, areas, strict=True)]))
 
     value = correlation([np.array([n.value for n in g]) for g in gains], [s.mean(0) for s in seeds])
     draws = []
@@ -254,7 +254,8 @@ def about_table(measured: Sequence[Measured]) -> Table:
     lines = []
     for m in measured:
         about = m.row["about"]
-        agree = spearmanr(*([m.numbers(k, against=None)[r].value for r in m.rules()] for k in ("cosine", "half")))[0]
+        true, half = ([m.numbers(k, against=None)[r].value for r in m.rules()] for k in ("cosine", "half"))
+        agree = spearmanr(true, half)[0]
         lines.append(
             (
                 place(m),
@@ -302,6 +303,17 @@ def figure(measured: Sequence[Measured]) -> Figure:
 
 def measured_banks() -> list[Measured]:
     return [Measured(row) for row in plan.rows_of(plan.BANKS)]
+
+
+def verdict_of_c(measured: Sequence[Measured]) -> str:
+    """Claim (c) in words."""
+    rows, cells = plan.rows_of(plan.TRAININGS), plan.document()["trainings"]["cells"]
+    found = foretold(measured, rows, cells, 12)
+    if found is None:
+        return f"{UNDECIDED}** (c): the ranking by gradient foretells that of short trainings; {NOT_RUN}"
+    verdict = HELD if found.low > 0 else FAILED if found.high < 0 else UNDECIDED
+    says = "the ranking by gradient foretells that of trainings of 12 updates"
+    return f"{verdict}** (c): {says}; Spearman {found.text('+.2f')}"
 
 
 def claims_table(found: Sequence[Claim]) -> Table:

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from studies.gradient_quality import bank, estimates, measure, trainings
+from studies.gradient_quality import bank, estimates, measure, plan, trainings, verdicts
 from studies.gradient_quality.rules import ALL, Responses, baseline, coefficients
 from studies.jobs import Job
-from studies.miniature import train
+from studies.miniature import runner, train
 from studies.miniature.model import CHARACTERS, END, Model, sample
+from studies.miniature.outcome import FAILED, HELD, UNDECIDED
 from studies.miniature.tasks import FAMILIES, Cell, demonstration, score
 from verl_ba.aggregation import pool_mean_length
 
@@ -356,3 +357,67 @@ def test_right_answers_are_longer_where_the_careful_writer_errs():
         text = demonstration(cell, entry, rng)
         lengths[bool(score(cell, text, entry))].append(len(text))
     assert np.mean(lengths[True]) > 1.3 * np.mean(lengths[False])
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+
+
+def statements(*values, error=0.01, above=0.0):
+    return [verdicts.Statement("c", estimates.Number(value, error, 11), above) for value in values]
+
+
+@pytest.mark.parametrize(
+    ("found", "planned", "verdict"),
+    [
+        (statements(0.05, 0.03), 2, HELD),
+        (statements(0.05, 0.03), 3, UNDECIDED),  # one was not run
+        (statements(0.05, 0.01), 2, UNDECIDED),
+        (statements(0.05, -0.1), 2, FAILED),
+        (statements(0.05, -0.025), 1, FAILED),
+        (statements(0.05, -0.025), 20, UNDECIDED),  # the interval for a failure is wider, for so many statements
+        (statements(-0.02, error=0.001, above=-0.01), 1, FAILED),
+        (statements(-0.005, error=0.001, above=-0.01), 1, HELD),
+        ([], 5, UNDECIDED),
+    ],
+)
+def test_a_statement_about_every_checkpoint(found, planned, verdict):
+    assert verdicts.judge(found, planned) == verdict
+
+
+def test_the_difference_of_two_rules_is_that_of_their_ratios():
+    m = estimates.Measured(a_row(rules=("token-mean", "balanced", "batch-signs")))
+    ratio = m.numbers("cosine")
+    found = verdicts.less(m, "batch-signs", "balanced")
+    assert found.value == pytest.approx(ratio["batch-signs"].value - ratio["balanced"].value)
+
+
+def test_the_area_is_the_mean_of_the_curve():
+    row = {"at": [0, 2, 4, 8], "curves": {"accuracy": [0.0, 0.2, 0.4, 0.4]}}
+    assert verdicts.area(row, 4) == pytest.approx(0.2)
+    assert verdicts.area(row, 8) == pytest.approx((4 * 0.2 + 4 * 0.4) / 8)
+
+
+def test_trainings_that_follow_the_gradient_are_foretold():
+    rules = tuple(measure.MAIN)
+    row = a_row(rules=rules)
+    row["shapes"]["2x4"]["cos"] = [[[1 + 0.1 * i for i in range(len(rules))]] * 3] * 6
+    measured = [estimates.Measured(row)]
+    rows = [
+        {"cell": "c", "rule": rule, "seed": seed, "at": [0, 12], "curves": {"accuracy": [0.3, 0.3 + 0.01 * i]}}
+        for seed in range(4)
+        for i, rule in enumerate(rules)
+    ]
+    found = verdicts.foretold(measured, rows, ["c"], 12)
+    assert found.value == pytest.approx(1)
+    assert verdicts.foretold(measured, rows[: len(rules)], ["c"], 12) is None  # one seed
+
+
+def test_the_protocols_seeds_and_cells_were_never_used_before():
+    table = plan.document()
+    earlier = runner.read_toml(runner.PROTOCOL), runner.read_toml(runner.SCREENING)
+    assert not set(table["cells"]) & {name for document in earlier for name in document["cells"]}
+    seeds = {job.seed for stage in plan.STAGES for job in plan.jobs_of(stage)}
+    assert not seeds & {job.seed for stage in ("screening", "confirmation") for job in runner.plan(stage)}
+    for kind in ("negatives_longer", "independent", "rare"):
+        assert set(table["claims"][kind]) <= set(table["gradients"]["cells"])
+    assert {job.settings.steps for job in plan.jobs_of(plan.BANKS)} == {0, 8}

@@ -1,7 +1,7 @@
 """`verl-ba gradients`: arguments, progress, files. Light to import."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,7 +49,8 @@ def gradients(
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         with console.status("loading the model"):
-            network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+            network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+            network.to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(model)
 
         def count(texts: list[str]) -> list[int]:
