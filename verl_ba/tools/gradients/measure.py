@@ -27,7 +27,7 @@ FEWEST = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Attributes: by mode; `gain`: half over that of the current mode, less 1; `useful`: groups with different scores."""
+    """Attributes: by mode; `gain`: half less that of the current mode; `useful`: groups with different scores."""
 
     current: str
     updates: int
@@ -108,7 +108,7 @@ def measure(
             cosine = chosen / np.sqrt(diagonal[:, :, None] * diagonal[:, None, :])
             half, cross = cosine[:, off].mean(1), chosen[:, off].mean(1)
             noise = diagonal.mean(1) - cross
-            return np.stack([half, cross / noise, half / half[at] - 1, turn[:, kept].mean(1)])
+            return np.stack([half, cross / noise, half - half[at], turn[:, kept].mean(1)])
 
         every = np.arange(updates)
         left = np.stack([of(np.delete(every, i)) for i in every])

@@ -11,7 +11,7 @@ def advice(m: Measured) -> list[str]:
     """What follows, and what does not."""
     first = (
         f"{m.favoured} agrees better with itself than the current mode, {m.current}: its split-half cosine is "
-        f"{m.gain[m.favoured].text('+.1%')} of the current one's higher."
+        f"higher by {m.gain[m.favoured].text('.4f')}."
         if m.favoured
         else f"No mode's split-half cosine is clearly above that of the current mode, {m.current}: these gradients give no "
         "reason to switch."
@@ -29,14 +29,14 @@ def table(m: Measured) -> Table:
         (
             mode,
             m.half[mode].text("+.4f"),
-            "current" if mode == m.current else m.gain[mode].text("+.1%"),
+            "current" if mode == m.current else m.gain[mode].text("+.4f"),
             m.signal[mode].text("+.4f"),
             "1" if mode == m.current else m.turn[mode].text(".3f"),
         )
         for mode in ALL_MODES
     ]
     return Table(
-        ("mode", "split-half cosine", f"relative to {m.current}", "signal to noise", f"cosine with {m.current}"),
+        ("mode", "split-half cosine", f"less that of {m.current}", "signal to noise", f"cosine with {m.current}"),
         rows,
         "Split-half cosine: of the gradients of two updates that have no prompt in common, mean. Signal to noise: |E g|² "
         "over the variance of one update. Cosine: of an update with the same update under the current mode; 1: switching "
@@ -48,7 +48,7 @@ def figure(m: Measured) -> Figure:
     with charts.axes(columns=2, size=(9, 2.6)) as (drawing, panels):
         quantities = (
             (m.half, "Do two updates agree?", "split-half cosine"),
-            (m.gain, f"Against {m.current}", "relative difference of the cosine"),
+            (m.gain, f"Against {m.current}", "difference of the cosine"),
         )
         for axis, (values, title, label) in zip(panels, quantities, strict=True):
             for row, mode in enumerate(ALL_MODES):
