@@ -94,7 +94,8 @@ def ask(path: str) -> None:
     status = int(answers.readline() or 1 << 8)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which has no handler; an error here would run the program a second time
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
