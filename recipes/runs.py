@@ -35,18 +35,18 @@ class Run:
     folder: Path
     log: Path | None = None
 
-    def steps(self, running: bool = False) -> list[dict[str, float]]:
+    def steps(self) -> list[dict[str, float]]:
         """The metrics of each training step, in order, with all starts merged; [] before the first.
 
-        `running`: the run may be writing now, so that an unfinished last line is left out and not an error.
+        A last line that is cut is left out: the run may be writing now.
 
         Raises `verl_ba.tools.analysis.runs.RunError` at a damaged line.
         """
-        return [step for step in self.logged(running).values() if any(name.startswith("actor/") for name in step)]
+        return [step for step in self.logged().values() if any(name.startswith("actor/") for name in step)]
 
-    def logged(self, running: bool = False) -> dict[int, dict[str, float]]:
+    def logged(self) -> dict[int, dict[str, float]]:
         """Step -> everything that was logged for it, validation before the first training step (step 0) included."""
-        return runs.read_steps(self.folder, running)
+        return runs.read_steps(self.folder)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def launch(
     if watch:
         watch(run)
     wrong = [] if status == 0 else ["stopped after its time" if status is None else f"exit status {status}"]
-    done = len(run.steps(running=status != 0)) if steps is not None else None
+    done = len(run.steps()) if steps is not None else None
     if done != steps:
         wrong.insert(0, f"{done} of {steps} steps")
     if wrong:

@@ -66,7 +66,7 @@ def train(
             log=folder / "train.log",
             steps=total,
             environment={prefork.VARIABLE: server},
-            watch=lambda run: show(progress, bar, run.steps(running=True)),
+            watch=lambda run: show(progress, bar, run.steps()),
         )
 
 
@@ -116,7 +116,7 @@ def main(
         paths = prepare(cache, model)
         with prefork.serve() as server:  # the arms' processes fork from one that has imported the libraries
             for arm in chosen:
-                finished = len(runs.Run(run_folder(results, config, arm, seed)).steps(running=True))
+                finished = len(runs.Run(run_folder(results, config, arm, seed)).steps())
                 if resume and finished == (steps or config_steps(config)):
                     console.print(f"{arm:>10}: kept, {finished} steps")
                 else:

@@ -186,19 +186,20 @@ def _merge(starts: Iterable[Iterable[tuple[int, dict[str, Any]]]], notes: list[s
     return dict(sorted(steps.items()))
 
 
-def read_steps(folder: Path, running: bool = False) -> dict[int, dict[str, float]]:
+def read_steps(folder: Path) -> dict[int, dict[str, float]]:
     """Step -> the metrics that verl's file logger wrote for it, with all starts of the run merged; {} before the first.
 
     A last line that is cut is left out: the run was killed while it wrote, or is writing now.
-
-    Args:
-        running: of no consequence any more.
 
     Raises:
         RunError: a damaged line.
     """
     notes: list[str] = []
     return _merge((_file_lines(file, notes) for file in start_files(folder)), notes)
+
+
+_FIRST_LINE = b'{"step": '
+"""How a file of verl's file logger begins; a file whose only line is cut is one only if it does."""
 
 
 def _file_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -211,7 +212,8 @@ def _file_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, A
                 if type(step) is not int or not isinstance(data, dict):
                     raise TypeError
             except (ValueError, TypeError, KeyError) as error:
-                if isinstance(error, ValueError) and number > 1 and not line.endswith(b"\n"):
+                begins = number > 1 or line.startswith(_FIRST_LINE) or _FIRST_LINE.startswith(line)
+                if isinstance(error, ValueError) and begins and not line.endswith(b"\n"):
                     notes.append(f"{path.name}:{number} is cut, as by a run that was killed; read up to there")
                     return
                 raise RunError(
