@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ba.tools.installed import PACKAGES, package_version
+from verl_ba.tools.preflight import paths_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,8 +101,7 @@ def flatten(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def data_files(config: DictConfig) -> list[str]:
-    files = [config.data.train_files, config.data.val_files]
-    return list(dict.fromkeys(f for part in files for f in ([part] if isinstance(part, str) else part)))
+    return list(dict.fromkeys([*paths_of(config.data.train_files), *paths_of(config.data.val_files)]))
 
 
 def checksum(path: Path) -> str | None:

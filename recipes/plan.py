@@ -25,10 +25,8 @@ from rich.table import Table
 from recipes import manifest, start
 from verl_ba.paper.data.sources import SOURCES
 from verl_ba.tools.analysis.modes import MODES, in_full, short
-from verl_ba.tools.preflight import Needs
+from verl_ba.tools.preflight import Needs, paths_of
 
-HERE = Path(__file__).resolve().parent
-CONFIG = HERE / "config"
 GB = 1e9
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120, highlight=False)
 
@@ -49,7 +47,7 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> DictConfig:
         raise BadRun(f"no verl in {sys.executable}")
     configs = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
     overrides = [f"arm={short(text[4:])}" if text.startswith("arm=") else text for text in overrides]
-    with initialize_config_dir(str(CONFIG), version_base=None):
+    with initialize_config_dir(str(start.CONFIG), version_base=None):
         return compose(recipe, overrides=[f"hydra.searchpath=[{start.quoted(f'file://{configs}')}]", *overrides])
 
 
@@ -180,8 +178,7 @@ def missing_files(config: DictConfig) -> list[tuple[str, str, str]]:
     """Paths that are not there: verl would look for them on a hub, or fail once Ray is up."""
     found = []
     for key in ("train_files", "val_files"):
-        value = config.data[key]
-        for path in [value] if isinstance(value, str) else value:
+        for path in paths_of(config.data[key]):
             if "://" not in path and not Path(path).exists():
                 how = (
                     f"make it: verl-ba data {Path(path).stem}" if "dataset_name" in config else "give an existing path"
@@ -327,8 +324,7 @@ def step_hours(config: DictConfig) -> list[Line]:
 
 def validation(config: DictConfig) -> tuple[int, int]:
     """How many responses a validation generates, and how often the run validates; 0 questions where no number is known."""
-    files = config.data.val_files
-    questions = sum(_questions(Path(file)) for file in ([files] if isinstance(files, str) else files))
+    questions = sum(_questions(Path(file)) for file in paths_of(config.data.val_files))
     trainer = config.trainer
     times = trainer.total_training_steps // trainer.test_freq if trainer.test_freq > 0 else 0
     return questions * config.actor_rollout_ref.rollout.val_kwargs.n, times + bool(trainer.val_before_train)
@@ -508,16 +504,22 @@ def main(
     device, cluster = config.trainer.device, config.trainer
     if via != "here":
         plan = f"{device} {cluster.nnodes} {cluster.n_gpus_per_node}"
-        submit = ["bash", str(HERE / f"submit_{via}.sh"), plan, *(["--dry-run"] if dry_run else []), recipe, *overrides]
+        submit = [
+            "bash",
+            str(start.HERE / f"submit_{via}.sh"),
+            plan,
+            *(["--dry-run"] if dry_run else []),
+            recipe,
+            *overrides,
+        ]
         become(submit, start.environment(device))
-    command = start.command(config, recipe, overrides, manifest.metrics_file(config), os.environ)
-    if dry_run:
-        print(f"\nwould run:\n  {shlex.join(command)}")
-        return
     try:
-        descriptor = start.lock(Path(config.run_dir))
-        # Counted again under the lock: another start may have ended since.
+        # Under the lock, so that no other start counts the same starts.
+        descriptor = None if dry_run else start.lock(Path(config.run_dir))
         command = start.command(config, recipe, overrides, manifest.metrics_file(config), os.environ)
+        if descriptor is None:
+            print(f"\nwould run:\n  {shlex.join(command)}")
+            return
         begun = manifest.write(config, recipe, overrides)
         start.sign(descriptor, begun)
     except (start.CannotStart, manifest.BadManifest) as error:

@@ -1,8 +1,8 @@
 """How a run starts: its folder is locked, its environment and command are put together, and verl takes this process's place.
 
-lock(run_dir)               one process at a time trains into a folder; the lock ends with the process, however that ends
-environment(config, …)      what a machine without a GPU needs before Python starts
-command(config, …)          verl's own `python -m verl.trainer.main_ppo`, with this repository's configs
+lock(run_dir)           one process at a time trains into a folder; the lock ends with the process, however that ends
+environment(device)     what a machine without a GPU needs before Python starts
+command(config, …)      verl's own `python -m verl.trainer.main_ppo`, with this repository's configs
 """
 
 import fcntl
@@ -68,7 +68,7 @@ def sign(descriptor: int, since: str) -> None:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Variables of a run besides those of this process; those that are set already stay as they are."""
+    """Variables of a run besides those of this process, from `trainer.device`. What is `chosen` may be set otherwise."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false", "HYDRA_FULL_ERROR": "1"}
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if Path(path[0] or ".").resolve() == HERE.parent:  # launch.sh put it there for recipes/plan.py alone

@@ -161,6 +161,20 @@ def test_a_manifest_that_is_none_is_one_clear_error(tmp_path, text):
     assert (tmp_path / "manifest.json").read_text() == text
 
 
+@pytest.mark.slow
+def test_the_launcher_says_so_in_one_line(run, tmp_path):
+    folder = tmp_path / "results/demo/balanced-seed1"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("[]")
+    process = run(tmp_path / "results")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "Traceback" not in output
+    assert "error: " in output
+    assert 'manifest.json: expected {"starts"' in output
+    assert not (tmp_path / "given").exists()
+
+
 def test_a_full_disk_leaves_the_manifest_as_it_was(tmp_path, monkeypatch):
     config = config_in(tmp_path)
     manifest.write(config, "demo", [])

@@ -53,8 +53,8 @@ class Needs:
         data, model, trainer = config["data"], config["actor_rollout_ref"]["model"], config["trainer"]
         files = tuple(
             str(Path(file).expanduser().absolute())
-            for part in (data["train_files"], data["val_files"])
-            for file in ([part] if isinstance(part, str) else part or [])
+            for key in ("train_files", "val_files")
+            for file in paths_of(data[key])
             if "://" not in file
         )
         reward = (_get(config, "reward.custom_reward_function.path") or "").removeprefix("pkg://")
@@ -235,6 +235,11 @@ def _sources(file: str) -> set[str]:
         return set(parquet.read_table(file, columns=["data_source"])["data_source"].unique().to_pylist())
     except Exception:
         return set()
+
+
+def paths_of(value: Any) -> list[str]:
+    """The paths in one of verl's keys for data files, which holds one, several or null."""
+    return [value] if isinstance(value, str) else list(value or [])
 
 
 def _get(config: Any, dotted: str) -> Any:
