@@ -30,6 +30,24 @@ app.command()(commands.compare)
 app.command()(data)
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
+]
+ConfigPath = Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")]
+ConfigName = Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")]
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
+]
+"""The four ways in which `audit` and `check` are told a configuration."""
+
+
+def refuse_two_configurations(errors: Console, config: Path | None, *others: object) -> None:
+    """Leave with status 2 if a composed configuration was given together with what composes one."""
+    if config is not None and any(others):
+        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
+        raise typer.Exit(2)
+
+
 def show_version(wanted: bool) -> None:
     if wanted:
         print(f"verl_ba {__version__}")
@@ -109,14 +127,10 @@ def print_checks(console: Console, checks: list[Check]) -> None:
 
 @app.command()
 def audit(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
-    ] = None,
-    config_path: Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")] = None,
-    config_name: Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
-    ] = None,
+    overrides: Overrides = None,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+    config: ConfigFile = None,
     modules: Annotated[
         list[str] | None, typer.Option("--import", help="what registers a policy loss", metavar="MODULE|FILE.py")
     ] = None,
@@ -128,9 +142,7 @@ def audit(
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    if config is not None and (overrides or config_path or config_name):
-        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
-        raise typer.Exit(2)
+    refuse_two_configurations(errors, config, overrides, config_path, config_name)
     with errors.status("running the losses (importing verl takes a while)"):
         from verl_ba.tools import audit as auditor
 
@@ -151,15 +163,11 @@ def audit(
 
 @app.command()
 def check(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[OVERRIDES]…", help="as a verl command has them", show_default=False)
-    ] = None,
+    overrides: Overrides = None,
     nproc: Annotated[int, typer.Option(min=1, help="processes; on GPUs, one for each")] = 2,
-    config_path: Annotated[Path | None, typer.Option(help="folder of the configuration", metavar="DIR")] = None,
-    config_name: Annotated[str | None, typer.Option(help="its name; verl's own ppo_trainer by default")] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="a composed configuration instead, or a run's manifest.json", metavar="FILE")
-    ] = None,
+    config_path: ConfigPath = None,
+    config_name: ConfigName = None,
+    config: ConfigFile = None,
     float32: Annotated[bool, typer.Option("--float32", help="compute in float32, for a sharper comparison")] = False,
     model: Annotated[
         Path | None, typer.Option(help="a small model to use as it is, instead of a random one", metavar="DIR")
@@ -171,9 +179,7 @@ def check(
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    if config is not None and (overrides or config_path or config_name):
-        errors.print("✗ --config is complete: give no overrides, --config-path or --config-name with it", style="red")
-        raise typer.Exit(2)
+    refuse_two_configurations(errors, config, overrides, config_path, config_name)
     with errors.status("running the updates (importing verl takes a while)"):
         from verl_ba.tools import check as checker
         from verl_ba.tools.audit.config import AuditError, compose, load
@@ -232,7 +238,7 @@ def print_audit(console: Console, report: "AuditReport") -> None:
         console.print("✓ nothing depends on the split, nothing is ignored", highlight=False)
 
 
-def cluster_faults(console: Console, address: str, quiet: bool = False, needs: Needs | None = None) -> list[str]:
+def cluster_faults(console: Console, address: str, quiet: bool, needs: Needs | None) -> list[str]:
     """Examine the cluster's nodes and print a row for each; what is wrong, by node."""
     try:
         with console.status("asking every node (importing verl takes a while)"):

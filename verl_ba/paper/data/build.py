@@ -112,7 +112,7 @@ def build(source: Source, options: Options, console: Console) -> tuple[dict, boo
         return record, False
 
     paths = paths or fetch.hub_files(source, revision)
-    path, (sha256, warnings) = paths[0], (records.file_sha256(*paths), [])
+    path, sha256, warnings = paths[0], records.file_sha256(*paths), []
     pinned = source.sha256 if revision == source.revision and not options.unverified else None
     if pinned and sha256 != pinned:
         raise DataError(

@@ -4,6 +4,7 @@ The paper does not state its template. MATH is the instruction that the model ca
 for mathematics. DAPO's files carry another one ("Answer: $Answer"): it is taken off, so that all data sets ask alike.
 """
 
+import itertools
 import re
 
 from verl_ba.paper.data.errors import RowError
@@ -47,7 +48,7 @@ def code(problem: str, starter: str) -> str:
 
 def problem_of(prompt: str) -> str:
     """The problem in a prompt that one of the templates made; the prompt itself if none did."""
-    for template in (MATH, CODE_STDIN, CODE_STARTER):
+    for template in itertools.chain(*TEMPLATES.values()):
         tail = template.partition("{problem}")[2].partition("{starter}")[0].replace("{{}}", "{}")
         head, found, _ = prompt.rpartition(tail)
         if found:

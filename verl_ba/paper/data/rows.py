@@ -12,6 +12,7 @@ from typing import Any
 
 from verl_ba.paper.data import prompts
 from verl_ba.paper.data.errors import RowError
+from verl_ba.paper.scoring import answers
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,7 @@ def last_box(solution: str) -> str | None:
     start = max(solution.rfind(f"\\{name}{{") for name in ("boxed", "fbox"))
     if start < 0:
         return None
-    start = solution.index("{", start) + 1
-    depth = 1
-    for end in range(start, len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[end], 0)
-        if depth == 0:
-            return solution[start:end]
-    return None
+    return answers.braced(solution, solution.index("{", start))
 
 
 def minerva(row: dict) -> Question:

@@ -125,9 +125,10 @@ def _need_extra() -> None:
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
+        import msgspec  # noqa: F401
         import scipy  # noqa: F401
     except ImportError as error:
-        _fail(f"{error.name} is not installed. Run: pip install 'verl-ba[analysis]'")
+        _fail(f"{error.name} is not installed. In a checkout of verl_ba, run: pip install '.[tools]'")
 
 
 def _print_tables(console: Any, title: str, *tables: Any) -> None:
