@@ -156,9 +156,10 @@ def examine_cluster(address: str, needs: Needs | None = None) -> dict[str, Repor
         return dataclasses.asdict(examine(None if wanted is None else Needs(**wanted)))
 
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    ray.init(address=address, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        task = ray.remote(num_cpus=0, max_retries=0)(probe)
+        # The variables go with the task: in a Ray job, `ray.init` refuses any that the job has set.
+        task = ray.remote(num_cpus=0, max_retries=0, runtime_env={"env_vars": environment})(probe)
         pending = {}
         for node in ray.nodes():
             if node["Alive"]:
