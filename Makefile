@@ -1,7 +1,8 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-all test-versions test-gpu-stack patches-apply patches-check patches-refresh \
-  recipes-check recipes-smoke lint format bench study study-screen study-verl study-quick study-null study-map doctor lock clean
+  recipes-check recipes-smoke lint format bench study study-screen study-gradients study-verl study-quick study-null study-map \
+  doctor lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -66,6 +67,10 @@ study-screen: setup  ## its screening: every rule, four cells, four seeds; resum
 
 study-verl: setup  ## two of its cells in verl's own trainer, against the loop; resumes
 	@$(PY) -m studies.in_verl && $(PY) -m studies.report
+
+study-gradients: setup  ## which rule's gradient points where the reward is, and its trainings; resumes  [SEEDS=n]
+	@OMP_NUM_THREADS=1 $(PY) -m studies.gradient_quality gradients && \
+	  OMP_NUM_THREADS=1 $(PY) -m studies.gradient_quality trainings $(if $(SEEDS),--seeds $(SEEDS)) && $(PY) -m studies.report
 
 study-quick: setup  ## a few short runs of it
 	@$(PY) -m studies.miniature quick

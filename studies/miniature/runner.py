@@ -7,7 +7,7 @@ the protocol's digest and the commit.
 import hashlib
 import subprocess
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,39 +87,50 @@ def results_path(stage: str) -> Path:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise StudyError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
-def commit() -> str:
+def commit(code: Sequence[str] = CODE) -> str:
     """HEAD, with '+' where the code of the study differs from it."""
-    return _git("rev-parse", "--short=12", "HEAD") + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", *code) else "")
 
 
-def protocol_digest() -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in GUARDED)).hexdigest()[:16]
+def protocol_digest(guarded: Sequence[Path] = ()) -> str:
+    """Of the files that fix a confirmation; without an argument, of this study's."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in guarded or GUARDED)).hexdigest()[:16]
 
 
-def guard(rows: Iterable[dict[str, Any]]) -> str:
+def guard(
+    rows: Iterable[dict[str, Any]],
+    guarded: Sequence[Path] = (),
+    code: Sequence[str] = (),
+    results: Path = RESULTS / "miniature-confirmation.jsonl",
+) -> str:
     """The protocol's digest, if the confirmation may run.
+
+    Args:
+        rows: of the file of results.
+        guarded, code: the protocol's files, and the paths that must be as committed; this study's where none are given.
 
     Raises StudyError if the protocol, or the code, is not committed as it is, or if rows of another protocol are there.
     """
-    for path in GUARDED:
+    guarded, code = guarded or GUARDED, code or CODE
+    for path in guarded:
         if not path.exists():
             raise StudyError(f"{path}: the confirmation's protocol is missing")
-        _git("ls-files", "--error-unmatch", "--", str(path))
-    changed = _git("status", "--porcelain", "--", *CODE)
+        git("ls-files", "--error-unmatch", "--", str(path))
+    changed = git("status", "--porcelain", "--", *code)
     if changed:
         raise StudyError(f"commit before the confirmation: it is held to a commit, and these differ from it\n{changed}")
-    digest = protocol_digest()
+    digest = protocol_digest(guarded)
     others = sorted({row["protocol"] for row in rows} - {digest})
     if others:
         raise StudyError(
-            f"{results_path('confirmation')} has rows of another protocol, {', '.join(others)}; this one is {digest}. "
+            f"{results} has rows of another protocol, {', '.join(others)}; this one is {digest}. "
             "A protocol is fixed before its runs: restore it, or report the old rows and start another file"
         )
     return digest

@@ -15,6 +15,7 @@ The model sees what differs between the prompts of a family, not reasoning-gym's
 
 Relations:
     negatives    wrong answers are longer: the rambling writer mostly changes its answer to a wrong one
+    positives    right answers are longer: the careful writer mostly changes its answer to a wrong one
     independent  lengths vary, and the two writers are right equally often; all fillers stand before the first step, since
                  between two steps they make it harder to find the last result
     prompts      one writer; prompts have few or many steps, so that the hard ones are the long ones
@@ -42,7 +43,9 @@ class Cell:
         steps: fewest and most steps of a prompt.
         weak: share of weak facts. There writers err with probability `weak_slip`, always in the same way; elsewhere with
             probability `slip`, in any way.
-        ramble: share of the rambling writer, who in the relation `negatives` ends on a wrong answer with probability `wrong`.
+        ramble: share of the rambling writer.
+        wrong: probability that a response ends on a wrong answer; in the relation `negatives` the rambling writer's, in
+            `positives` the careful writer's.
         fillers: mean number after a step, of the careful and of the rambling writer.
         warm_steps: of the supervised warm start.
         warm_starts: how many there are; a run with seed s starts from number s mod warm_starts.
@@ -230,7 +233,8 @@ def demonstration(cell: Cell, entry: dict, rng: random.Random) -> str:
         return results[1] if weak else rng.choice(results[1:])
 
     results, answer = FAMILIES[cell.family].work(entry, slip)
-    if rambles and rng.random() < cell.wrong:
+    slips_at_the_end = not rambles if cell.relation == "positives" else rambles
+    if slips_at_the_end and rng.random() < cell.wrong:
         place = rng.randrange(len(answer))
         others = [c for c in (ascii_lowercase if answer.isalpha() else "0123456") if c != answer[place]]
         answer = answer[:place] + rng.choice(others) + answer[place + 1 :]

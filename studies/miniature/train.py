@@ -136,7 +136,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
 
 
-def _seed(*parts: Any) -> int:
+def seed_of(*parts: Any) -> int:
     return zlib.crc32(" ".join(map(str, parts)).encode())
 
 
@@ -164,12 +164,12 @@ def warm_start(cell: Cell, seed: int, settings: Settings, cache: Path) -> Model:
 
 def new_model(cell: Cell, settings: Settings, seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_seed(cell.name, seed, "weights"))
+        torch.manual_seed(seed_of(cell.name, seed, "weights"))
         return Model(FAMILIES[cell.family].width(cell.steps[1]) + LIMIT, settings.shape)
 
 
 def supervise(model: Model, cell: Cell, seed: int, settings: Settings) -> Model:
-    family, rng = FAMILIES[cell.family], random.Random(_seed(cell.name, seed, "demonstrations"))
+    family, rng = FAMILIES[cell.family], random.Random(seed_of(cell.name, seed, "demonstrations"))
     prompts = Prompts.of(cell, family.entries(DEMONSTRATION, settings.pool, cell.steps))
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.warm_lr, betas=(0.9, 0.98), fused=True)
     for step in range(cell.warm_steps):
@@ -342,6 +342,34 @@ def weights_of_signs(update: Update, mean_length_B: Tensor) -> tuple[float, floa
 # --------------------------------------------------------------------------------------------------------------------
 
 
+class Trainer:
+    """The optimizer of one run and its noise, which fixes prompts, responses and the order of rows."""
+
+    def __init__(self, model: Model, cell: Cell, seed: int, lr: float, settings: Settings) -> None:
+        self.model, self.cell, self.settings = model, cell, settings
+        self.config = actor_config(settings)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.noise = torch.Generator().manual_seed(seed_of(cell.name, seed, "noise"))
+        self.size = settings.prompts * settings.group
+
+    def draw(self, prompts: Prompts) -> Update:
+        """Sample and score the next update."""
+        rows = torch.randint(len(prompts.entries), (self.settings.prompts,), generator=self.noise)
+        noise = torch.rand(self.size, LIMIT, generator=self.noise)
+        return make_update(self.model, self.cell, prompts, rows, noise, self.settings.group)
+
+    def step(self, update: Update, mean_length_B: Tensor) -> None:
+        """The optimizer's steps on one update."""
+        for _ in range(self.settings.epochs):
+            for part in torch.randperm(self.size, generator=self.noise).chunk(self.settings.mini_batches):
+                self.optimizer.zero_grad(set_to_none=False)
+                backward(self.model, update, part, mean_length_B, len(part), self.config)
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_norm)
+                self.optimizer.step()
+
+
 def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: Path) -> dict[str, Any]:
     """Train once and return the row of numbers; the same arguments give the same row, apart from its two times.
 
@@ -350,13 +378,8 @@ def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: 
     """
     train, evaluation = load_entries(cell, settings, cache)
     model = warm_start(cell, seed, settings, cache)
-    config, state = actor_config(settings), State()
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    noise = torch.Generator().manual_seed(_seed(cell.name, seed, "noise"))
-    size = settings.prompts * settings.group
-    fixed = torch.Generator().manual_seed(_seed(cell.name, seed, "evaluation"))
+    trainer, state = Trainer(model, cell, seed, lr, settings), State()
+    fixed = torch.Generator().manual_seed(seed_of(cell.name, seed, "evaluation"))
     evaluation_noise = torch.rand(len(evaluation.entries), LIMIT, generator=fixed)
     at = {round(settings.steps * i / (settings.evaluations - 1)) for i in range(settings.evaluations)}
     probes = {settings.steps * i // settings.probes for i in range(settings.probes)}
@@ -382,8 +405,7 @@ def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: 
             stretch = {}
         if step == settings.steps:
             break
-        rows = torch.randint(len(train.entries), (settings.prompts,), generator=noise)
-        update = make_update(model, cell, train, rows, torch.rand(size, LIMIT, generator=noise), settings.group)
+        update = trainer.draw(train)
         mean_length = fit(rule, update.batch(), state)
         drift, share = weights_of_signs(update, mean_length)
         lengths = {
@@ -392,13 +414,8 @@ def run(cell: Cell, rule: str, lr: float, seed: int, settings: Settings, cache: 
         }
         note(stretch, reward=float(update.reward_B.mean()), drift=abs(drift), negative_share=share, **lengths)
         if step in probes:
-            note(curves, cosine=sign_cosine(model, update, mean_length, config))
-        for _ in range(settings.epochs):
-            for part in torch.randperm(size, generator=noise).chunk(settings.mini_batches):
-                optimizer.zero_grad(set_to_none=False)
-                backward(model, update, part, mean_length, len(part), config)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_norm)
-                optimizer.step()
+            note(curves, cosine=sign_cosine(model, update, mean_length, trainer.config))
+        trainer.step(update, mean_length)
     accuracy = curves["accuracy"]
     return {
         "auc": round(float(np.mean(accuracy)), 5),

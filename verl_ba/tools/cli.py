@@ -16,6 +16,7 @@ from verl_ba.aggregation import MODES
 from verl_ba.paper.data.command import data
 from verl_ba.tools.analysis import commands
 from verl_ba.tools.doctor import Report, examine, examine_cluster
+from verl_ba.tools.gradients.command import gradients
 from verl_ba.tools.installed import PACKAGES, package_version
 from verl_ba.tools.preflight import Check, Needs
 
@@ -27,6 +28,7 @@ app = typer.Typer(help="Balanced Aggregation for verl.", no_args_is_help=True, a
 
 app.command()(commands.analyze)
 app.command()(commands.compare)
+app.command()(gradients)
 app.command()(data)
 
 

@@ -1,4 +1,4 @@
-"""Read dumps of rollouts into columns: one pass over the lines, nothing kept of the text.
+"""Read dumps of rollouts into columns: one pass over the lines, nothing kept of the text unless it is asked for.
 
     verl, v1 trainer (0.9)       input, output, gts, score, step, uid = '<uid>_<session>_<row>'
     verl, legacy trainer (0.8 …) input, output, gts, score, step, and what the reward function returned; no uid
@@ -34,6 +34,7 @@ _NO_TEXT = "no response text (expected a string in 'output' or 'response')"
 _COPY = "a copy of an earlier line (the same uid in its step, or the same line in another file)"
 _ABANDONED = "a step that a later start of the run took again, or one after it"
 _SEVERAL = "a prompt that its step seems to have several times, without a uid to tell the groups apart"
+_NO_PROMPT = "no text of the prompt (expected a string in 'input' or 'prompt')"
 _SHORT_STEP = "step with fewer responses than the other steps; used all the same"
 _ALONE = "group of one response: no other to compare it with; used all the same"
 _SHORT_GROUP = "group with fewer responses than the other groups; used all the same"
@@ -64,6 +65,7 @@ class Rollouts:
     group_place: list[str]  # file:line of the first response [G]
     problems: Problems
     lines: int
+    text: list[tuple[str, str]] | None = None  # prompt and response, if they were asked for [R]
 
 
 class NoRollouts(ValueError):
@@ -88,6 +90,7 @@ def read_rollouts(
     count_tokens: Callable[[list[str]], list[int]] | None = None,
     length_field: str | None = None,
     on_bytes: Callable[[int], Any] = lambda number: None,
+    keep_text: bool = False,
 ) -> Rollouts:
     """Read dumps of any of the forms above.
 
@@ -95,11 +98,13 @@ def read_rollouts(
         count_tokens: lengths [tokens] of a list of response texts; None: lengths come from a field.
         length_field: the field that holds the length; None: the first of `LENGTH_FIELDS` that a line has.
         on_bytes: called with numbers of bytes that have been read.
+        keep_text: keep every prompt and response. Lines that lack one of them are then left out.
 
     Raises:
-        NoRollouts: no line could be used; the message names what was wrong with them.
+        NoRollouts: no line could be used; the message names what was wrong with them. Or text is to be kept and a response
+            has several rows: the prompts of the later ones are not in a dump.
     """
-    reader = _Reader(list(files), count_tokens, length_field)
+    reader = _Reader(list(files), count_tokens, length_field, keep_text)
     for file, path in enumerate(reader.files):
         number, step = 1, _file_step(path)
         with path.open("rb", buffering=_BLOCK) as stream:
@@ -155,6 +160,7 @@ class _Rows:
     file: np.ndarray
     number: np.ndarray  # of the line, from 1
     content: np.ndarray  # hash of the line where copies are told by it, else 0
+    text: np.ndarray  # place in the list of texts, if they are kept
 
     def __getitem__(self, which: np.ndarray) -> "_Rows":
         return _Rows(*(column[which] for column in vars(self).values()))
@@ -164,7 +170,11 @@ class _Reader:
     """Judges lines, and what they add up to."""
 
     def __init__(
-        self, files: list[Path], count_tokens: Callable[[list[str]], list[int]] | None, length_field: str | None
+        self,
+        files: list[Path],
+        count_tokens: Callable[[list[str]], list[int]] | None,
+        length_field: str | None,
+        keep_text: bool = False,
     ) -> None:
         self.files = files
         self.count_tokens = count_tokens
@@ -174,6 +184,7 @@ class _Reader:
         self.get_lengths = [attrgetter(f"length_{i}") for i in range(len(self.length_fields))]
         self.decode = _decoder(self.length_fields).decode
         self.problems = Problems()
+        self.texts: list[tuple[str, str]] | None = [] if keep_text else None
         self.lines = 0
         self.form: str | None = None  # of the first line
         self.blocks: list[_Rows] = []
@@ -212,11 +223,15 @@ class _Reader:
 
         need(np.isfinite(score), _NO_SCORE)
         texts: list[Any] = []
+        prompts: list[Any] = []
         length = np.full(len(records), np.nan)
-        if self.count_tokens:
+        if self.count_tokens or self.texts is not None:
             texts = [_value(r.response if r.output is None else r.output) for r in records]
             need(np.array([isinstance(text, str) for text in texts]), _NO_TEXT)
-        else:
+        if self.texts is not None:
+            prompts = [_value(r.prompt if r.input is None else r.input) for r in records]
+            need(np.array([isinstance(prompt, str) for prompt in prompts]), _NO_PROMPT)
+        if not self.count_tokens:
             for get in self.get_lengths:
                 if np.isnan(length).any():
                     length = np.where(np.isnan(length), np.array(list(map(get, records)), dtype=np.float64), length)
@@ -229,7 +244,11 @@ class _Reader:
                 content[i] = hash(lines[i].rstrip())
         if self.count_tokens and usable.any():
             length[usable] = self.count_tokens([texts[i] for i in np.flatnonzero(usable)])
-        rows = _Rows(length, score, group, session, row, np.full_like(numbers, file), numbers, content)
+        text = np.zeros_like(numbers)
+        if self.texts is not None:
+            text = len(self.texts) + np.arange(len(records))
+            self.texts += zip(prompts, texts, strict=True)
+        rows = _Rows(length, score, group, session, row, np.full_like(numbers, file), numbers, content, text)
         self.blocks.append(rows if usable.all() else rows[usable])
 
     def groups(
@@ -307,7 +326,12 @@ class _Reader:
         rows = self.without(rows, _copies(rows, step), _COPY)
         if self.form == "verl":
             rows = self.without(rows, _abandoned(rows, step, named), _ABANDONED)
-        rows = _fold(rows)
+        unfolded, rows = len(rows.score), _fold(rows)
+        if self.texts is not None and len(rows.score) < unfolded:
+            raise NoRollouts(
+                f"{unfolded} rows are {len(rows.score)} responses (multi-turn). Expected one row for each: the gradient of "
+                "several rows cannot be taken from a dump's text"
+            )
         self.short_steps(rows, step)
         rows = self.distinct_prompts(rows, named)
         self.short_groups(rows)
@@ -321,6 +345,7 @@ class _Reader:
             [self.group_place[i] for i in left],
             self.problems,
             self.lines,
+            None if self.texts is None else [self.texts[i] for i in rows.text],
         )
 
     def without(self, rows: _Rows, which: np.ndarray, name: str) -> _Rows:
