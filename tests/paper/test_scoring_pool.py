@@ -8,6 +8,7 @@ import time
 import pytest
 
 from verl_ba.paper.scoring import grader, math, pool
+from verl_ba.paper.scoring.errors import GraderError
 
 SUM = ("x+x", "2x", 0.0, [], False)
 ENDLESS = ("7", r"\sum_{i=1}^{10^{9}} i^{i}", 0.0, [], False)
@@ -129,5 +130,6 @@ def test_a_child_that_the_machine_kills_is_started_again(child):
 
 def test_a_child_that_cannot_start_is_an_error_and_not_a_score(child, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended twice with exit status 1"):
+    with pytest.raises(GraderError, match="ended twice with exit status 1") as raised:
         child.ask(*SUM)
+    assert raised.value.ends_run  # no answer can be scored here

@@ -36,7 +36,7 @@ def something_is_missing(error: BaseException) -> bool:
     """Whether an exception of a reward says that no answer can be scored here, rather than that this one could not be.
 
     It does if it is an ImportError, a ConnectionError, or a dead Ray actor (a reward worker); or if it, or its class, has a
-    true attribute `ends_run`, as `verl_ba.paper.scoring.sandbox.SandboxError` has.
+    true attribute `ends_run`, as `verl_ba.paper.scoring.errors.SandboxError` has.
     """
     from ray.exceptions import RayActorError
 

@@ -17,7 +17,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     data_source: one of MATH or CODE. solution_str: the response as text. ground_truth: the answer, or for code what
     `verl_ba.paper.scoring.code.encode_tests` returns. extra_info: see `verl_ba.paper.scoring.math.score`. No response
     raises an error. ValueError: the data source is unknown, or the ground truth is not a string or is empty; both are faults
-    of the data set. `verl_ba.paper.scoring.sandbox.SandboxError` or ImportError: something is not installed.
+    of the data set. `verl_ba.paper.scoring.errors.SandboxError` or ImportError: something is not installed. Its subclass
+    `MachineFault`: the machine could not run this one program to its end, which is no wrong answer.
 
     Nothing is said here about length: overlong responses are the business of verl's reward managers.
     """
@@ -43,6 +44,11 @@ def compute_named_score(
     """`compute_score` with the data source beside it: verl writes every key into its dumps, which name it nowhere else.
 
     `acc` is what verl's validation reports, without the overlong penalty that its DAPO reward manager adds to `score`.
+    `machine_faults` is how often a program could not be run to its end in this process since its last score. verl averages
+    it as val-aux/SOURCE/machine_faults, and writes it into its dumps. A program that cannot be run at the second attempt
+    either raises; it is counted with the next score.
     """
+    from verl_ba.paper.scoring.sandbox import take_faults
+
     score = compute_score(data_source, solution_str, ground_truth, extra_info)
-    return {"score": score, "acc": score, "benchmark": data_source}
+    return {"score": score, "acc": score, "benchmark": data_source, "machine_faults": float(take_faults())}

@@ -14,6 +14,7 @@ import sys
 import threading
 
 from verl_ba.paper.scoring import grader
+from verl_ba.paper.scoring.errors import GraderError
 
 CHILDREN = min(4, os.cpu_count() or 1)
 """Processes with math-verify that one process (a reward worker) starts at most, each when it is first needed."""
@@ -37,7 +38,7 @@ class Child:
     def ask(self, *question: object) -> bool:
         """The child's answer; False if it was ended by its limits of time and memory.
 
-        A process that ends otherwise is started again once. RuntimeError: it ended again.
+        A process that ends otherwise is started again once. GraderError: it ended again.
         """
         status = None
         for _ in range(2):
@@ -56,7 +57,7 @@ class Child:
             if status in _LIMITS:
                 self._start()  # it imports while the caller goes on
                 return False
-        raise RuntimeError(
+        raise GraderError(
             f"math-verify's process ended twice with exit status {status} before it answered (a negative one is a signal; "
             "-9: the machine may be out of memory); its own words are on stderr. Try: python -c 'import math_verify, pint'"
         )
