@@ -529,7 +529,11 @@ def agg_registered_loss(
             "update must go through ActorRolloutRefWorker.update_actor. Counts of the micro-batch alone would train "
             "something else, so there is no fallback"
         )
-    return aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+    value = aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+    call = _running.get()
+    if call is not None and loss_agg_mode == call.mode and value.requires_grad:  # not what is only logged
+        call.aggregated.append((value, value.grad_fn))
+    return value
 
 
 def aggregate(
@@ -589,6 +593,8 @@ class _PolicyLossCall:
     mode: str
     takes_over: bool  # the loss names another mode itself, and `mode` takes its place
     asked: list[str] = field(default_factory=list)  # the modes by which its per-token losses were aggregated
+    # what `mode` made of them, and where it stands in the graph: a later change in place moves the tensor, not the node
+    aggregated: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
 
 _running: ContextVar[_PolicyLossCall | None] = ContextVar("policy_loss_call", default=None)
@@ -629,19 +635,49 @@ def checked_policy_loss(name: str, function: Callable, takes_over: bool = False)
             result = function(*args, **kwargs)
         finally:
             _running.reset(token)
-        if mode not in call.asked:
-            did = (
-                f"called agg_loss with loss_agg_mode={', '.join(call.asked)}" if call.asked else "never called agg_loss"
-            )
+        did = _goes_past(call, result)
+        if did:
             raise ValueError(
                 f"policy loss {name!r} ({_qualified(function)}) ignores actor_rollout_ref.actor.loss_agg_mode={mode}: it "
-                f"{did}, so its per-token losses were averaged by a rule of its own, which may also depend on the "
+                f"{did}, so its per-token losses are weighed by a rule of its own, which may also depend on the "
                 "micro-batch. In the loss, return verl.trainer.ppo.core_algos.agg_loss(loss_mat=…, "
                 "loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info) of the per-token "
                 "losses; or use one of verl's own modes"
             )
         if outer is not None:  # a policy loss that calls another
             outer.asked += call.asked
+            outer.aggregated += call.aggregated
         return result
 
     return policy_loss
+
+
+def _goes_past(call: _PolicyLossCall, result: Any) -> str:
+    """How the loss went past the aggregation, a clause that follows 'it'; '' if its gradient comes from there alone.
+
+    Every path in the graph from what it returned to a parameter must go through a value that `agg_loss` made under the mode,
+    and one such value must be in it as it is. So a call for a metric or a term of zero beside a mean of its own is noticed.
+    What is done to the per-token losses before they are aggregated is the loss's own affair, and not looked at.
+    """
+    if call.mode not in call.asked:
+        return f"called agg_loss with loss_agg_mode={', '.join(call.asked)}" if call.asked else "never called agg_loss"
+    value = result[0] if isinstance(result, tuple) else result
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return ""  # nothing is trained
+    through = {node for _, node in call.aggregated}
+    if value.grad_fn in through:
+        return ""
+    nodes, seen = [value.grad_fn], set(through)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:  # a parameter
+            return "returned a value whose gradient does not come from what agg_loss returned alone"
+        nodes += [other for other, _ in node.next_functions]
+    tensors = [tensor for tensor, _ in call.aggregated]
+    slopes = torch.autograd.grad(value, tensors, retain_graph=True, allow_unused=True)
+    if not any(slope is not None and bool(slope == 1) for slope in slopes):
+        return "returned what agg_loss returned times a factor"
+    return ""
