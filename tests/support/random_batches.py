@@ -43,7 +43,8 @@ def draw(seed: int) -> SimpleNamespace:
     rows = len(batch.group)
     dense = rng.choice((0.4, 0.8, 1.0))
     batch.mask = [[g != "pad" and rng.random() < dense for _ in range(batch.width)] for g in batch.group]
-    values = (-1.5, -0.3, 0.0, 0.2, 2.0) if rng.random() < 0.5 else (-1.0, 1.0)
+    # in the last, what rounding leaves of zero
+    values = rng.choice(((-1.5, -0.3, 0.0, 0.2, 2.0), (-1.0, 1.0), (-1.0, -2.8e-7, 0.0, 2e-8, 1.0)))
     batch.advantage = [
         [rng.choice(values) for _ in range(batch.width)]
         if batch.form == "token"
