@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 
-from verl_ba.paper.scoring import code, compute_score, sandbox
+from verl_ba.paper.scoring import code, compute_score, sandbox, slots
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,7 @@ def test_a_response_without_a_program_scores_0():
         ("from __future__ import annotations\nif __name__ == '__main__':\n    " + ADD.replace("\n", "\n    "), 1.0),
         ("print(sum(map(int, input().split())), end='.0\\n\\n')", 1.0),
         (ADD + "\nexit()", 1.0),
-        (ADD + "\nraise SystemExit(3)", 0.0),
+        (ADD + "\nraise SystemExit(3)", 1.0),
         (ADD + "\n1 / 0", 0.0),
         (ADD.replace("+", "-"), 0.0),
         ("print(7)", 0.0),
@@ -169,13 +170,6 @@ def test_it_stops_at_the_first_failure(monkeypatch):
     assert len(started) == 2
 
 
-def test_all_tests_together_have_a_limit(monkeypatch):
-    slow = sandbox.Outcome(True, "7", seconds=9.0)
-    monkeypatch.setattr(sandbox, "run", lambda *_: slow)
-    assert score("print(7)", code.encode_tests([""] * 2, ["7"] * 2)) == 1.0  # 18 of 19 seconds
-    assert score("print(7)", code.encode_tests([""] * 3, ["7"] * 3)) == 0.0  # 27 of 26 seconds
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Programs that mean harm. Each prints "SAFE" only where it was kept out; after each, a good program still scores.
 # --------------------------------------------------------------------------------------------------------------------
@@ -194,28 +188,32 @@ def command_lines() -> str:
     return "\n".join(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 
 
-def test_a_fork_bomb_is_held_to_a_few_processes():
-    bomb = """
-import os, time
-children = 0
+@pytest.mark.parametrize(
+    "action",
+    [
+        "os.fork()",
+        "os.posix_spawn(sys.executable, ['python', '-c', ''], {})",
+        "subprocess.run([sys.executable, '-c', ''])",
+        "os.popen('true')",
+        "multiprocessing.Process(target=print).start()",
+    ],
+)
+def test_a_program_is_one_process(action):
+    """LiveCodeBench's runner takes os.fork and subprocess.Popen away as well."""
+    program = f"""
+import multiprocessing, os, subprocess, sys
 try:
-    while children < 1000:
-        if os.fork() == 0:
-            time.sleep(60)
-        children += 1
+    {action}
+    print("DID IT")
 except OSError:
-    pass
-print(children)
+    print("SAFE")
 """
-    outcome = attempt(bomb)
-    assert 0 < int(outcome.stdout) < sandbox.PROCESSES
-    assert not attempt("import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass", 1).ok
+    assert attempt(program).stdout == "SAFE\n"
 
 
-def test_threads_count_as_processes_too():
-    program = """
+THREAD_BOMB = """
 import threading, time
-started = 0
+started = 1
 try:
     for _ in range(1000):
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -225,15 +223,20 @@ except RuntimeError:
 print(started, flush=True)
 import os; os._exit(0)
 """
-    assert 0 < int(attempt(program).stdout) < sandbox.PROCESSES
 
 
-def test_two_programs_at_once_do_not_share_the_limit_on_processes():
+def test_a_thread_bomb_is_held_to_a_few_threads():
+    assert 1 < int(attempt(THREAD_BOMB).stdout) <= sandbox.THREADS
+
+
+def test_two_programs_at_once_do_not_share_the_limit_on_threads():
     program = """
-import subprocess, sys
-command = [sys.executable, "-c", "import time; time.sleep(2)"]
-for child in [subprocess.Popen(command) for _ in range(4)]:
-    child.wait()
+import threading, time
+threads = [threading.Thread(target=time.sleep, args=(1,)) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 """
     with ThreadPoolExecutor(2) as pool:
         outcomes = list(pool.map(lambda _: sandbox.run(program, "", 4), range(2)))
@@ -305,7 +308,7 @@ def test_a_memory_hog_gets_a_memory_error():
 def test_an_endless_program_is_ended(program):
     started = time.monotonic()
     assert not sandbox.run(program, "\n", 1).ok
-    assert time.monotonic() - started < sandbox.WALL_FACTOR + 5
+    assert time.monotonic() - started < sandbox.OWN_FACTOR + 5
     assert score(ADD) == 1.0
 
 
@@ -390,32 +393,10 @@ print([x for x in gc.get_objects() if isinstance(x, (str, list, dict))])
     assert secret not in seen[0].stdout
 
 
-def test_a_daemon_that_is_left_behind_dies():
-    mark = f"verl-ba-daemon-{os.getpid()}"
-    program = f"""
-import os, sys
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        os.execv(sys.executable, ["python", "-c", "import time; time.sleep(300)", {mark!r}])
-    os._exit(0)
-import time
-time.sleep(0.3)
-print("left")
-"""
-    assert attempt(program).stdout == "left\n"
-    assert mark not in command_lines()
-
-
-def test_a_daemon_that_lets_go_of_the_output_dies_too():
-    mark = f"verl-ba-quiet-{os.getpid()}"
-    program = f"""
-import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", {mark!r}], stdin=-3, stdout=-3, stderr=-3)
-print("left")
-"""
-    assert attempt(program).stdout == "left\n"
-    assert mark not in command_lines()
+def test_a_thread_that_is_left_behind_dies():
+    program = "import os, threading, time\nthreading.Thread(target=time.sleep, args=(300,)).start()\nos._exit(0)"
+    assert attempt(program).ok
+    assert "bwrap" not in [child.name() for child in psutil.Process().children(recursive=True)]
 
 
 def test_closing_its_output_does_not_help_a_program_to_hang():
@@ -424,7 +405,7 @@ def test_closing_its_output_does_not_help_a_program_to_hang():
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("ending", ["os._exit(1)", "os.abort()", "os.kill(os.getpid(), 9)", "sys.exit('7')"])
+@pytest.mark.parametrize("ending", ["os._exit(1)", "os.abort()", "os.kill(os.getpid(), 9)", "raise KeyboardInterrupt"])
 def test_the_right_output_with_a_bad_end_scores_0(ending):
     assert score(f"import os, sys\n{ADD}\nsys.stdout.flush()\n{ending}") == 0.0
     assert score(ADD) == 1.0
@@ -459,7 +440,7 @@ def test_many_threads_wait_for_a_slot_and_get_their_own_scores():
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(one, range(16))) == [1.0, 0.0] * 8
-    assert sandbox._free_slots.qsize() == sandbox.SLOTS
+    assert not slots._open_files
 
 
 @pytest.fixture
@@ -513,39 +494,33 @@ def test_someone_who_is_not_root_gets_the_same_sandbox():
     if os.geteuid() != 0:
         assert "--unshare-all" in sandbox._bwrap_command()
         return
-    script = """
+    script = f"""
 import os
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-import sandbox
+from verl_ba.paper.scoring import sandbox
 assert "--unshare-all" in sandbox._bwrap_command()
-bomb = '''
-import os, time
-children = 0
-try:
-    while children < 1000:
-        if os.fork() == 0:
-            time.sleep(60)
-        children += 1
-except OSError:
-    print(children)
-'''
-print(sandbox.run("print(7)", "", 2).stdout, sandbox.run(bomb, "", 2).stdout)
-assert not sandbox.run("open('/dev/shm/x', 'w')", "", 2).ok
-assert not sandbox.run("open('/x', 'w')", "", 2).ok
+threads = '''{THREAD_BOMB}'''
+for folder in ("/python/lib/python3.11/site-packages", "/python/lib/python3.11/dist-packages", "/dev", "/"):
+    assert not sandbox.run(f"open('{{folder}}/x', 'w')", "", 2).ok
+print(sandbox.run("import numpy; print(7)", "", 2).stdout, sandbox.run(threads, "", 2).stdout)
 """
     python = "/usr/bin/python3"  # nobody may not execute an interpreter in root's home
     python = python if os.access(python, os.X_OK) else os.path.realpath(sys.executable)
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(sandbox.__file__, folder)
+        shutil.copytree(REPOSITORY / "verl_ba", Path(folder, "verl_ba"))
+        for package in ("numpy", "numpy.libs"):
+            source = Path(numpy.__file__).parents[1] / package
+            if source.is_dir():
+                shutil.copytree(source, Path(folder, package))
         os.chmod(folder, 0o755)
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": folder}
         done = subprocess.run([python, "-c", script], cwd="/", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    seven, forks = map(int, done.stdout.split())
+    seven, threads = map(int, done.stdout.split())
     assert seven == 7
-    assert 0 < forks < sandbox.PROCESSES
+    assert 1 < threads <= sandbox.THREADS
 
 
 class FusionServer(BaseHTTPRequestHandler):
@@ -602,14 +577,21 @@ def test_a_sandbox_fusion_server_scores_the_same(fusion, fake_bwrap):
     first = fusion.requests[0]
     assert first["language"] == "python"
     assert first["stdin"] == "3 4\n"
-    assert first["run_timeout"] == code.TEST_SECONDS
+    assert first["run_timeout"] == sandbox.SERVER_FACTOR * code.TEST_SECONDS
     assert "7" not in first["code"].replace(ADD, "")  # what it must print is not sent
 
 
-def test_a_time_limit_on_the_server_scores_0(fusion):
+def test_a_time_limit_on_the_server_is_tried_again_and_then_no_score(fusion):
     late = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None, "stdout": "7"}}
     fusion.answer = staticmethod(lambda _: (200, late))
-    assert score(ADD) == 0.0
+    sandbox.take_faults()
+    with pytest.raises(sandbox.MachineFault, match="after 60 s of wall-clock time"):
+        score(ADD)
+    assert sandbox.take_faults() == 2 == len(fusion.requests)
+
+
+def test_the_limit_on_cpu_time_travels_to_the_server(fusion):
+    assert sandbox.run("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", "", 3).stdout == "(3, 4)\n"
 
 
 def test_a_busy_server_is_asked_again(fusion):

@@ -107,8 +107,10 @@ def take_faults() -> int:
 # bubblewrap
 # --------------------------------------------------------------------------------------------------------------------
 
+_PACKAGES = "/python/packages"
+
 # The first thing that runs inside; it is trusted, what it executes last is not.
-_PRELUDE = """
+_PRELUDE = f"""
 import json, os, resource, sys
 limits, uid = json.loads(sys.argv[1])
 for name, (soft, hard) in limits.items():
@@ -118,6 +120,7 @@ if uid is not None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 sys.argv = ["program.py"]
+sys.path.append("{_PACKAGES}")
 with open("/program.py", encoding="utf-8") as file:
     source = file.read()
 exec(compile(source, "program.py", "exec"))
@@ -183,7 +186,9 @@ def _run_in_bwrap(program: str, stdin: str, cpu_seconds: int) -> Outcome:
             _probe_bwrap()
             raise MachineFault(f"bwrap could not set up a sandbox (status {process.returncode}), then could")
     if process.returncode == 128 + 9 and _oom_kills() != oom_kills:
-        raise MachineFault("it may have been killed because the machine ran out of memory. Give the reward workers more")
+        raise MachineFault(
+            "it may have been killed because the machine ran out of memory. Give the reward workers more"
+        )
     return Outcome(process.returncode == 0, stdout.decode("utf-8", "replace"))
 
 
@@ -254,13 +259,15 @@ def _bwrap_command() -> list[str]:
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # for the prelude, which then has none
     else:
         command += ["--unshare-all"]
-    for folder in ("/dev", "/python", "/python/bin", "/usr"):
+    for folder in ("/dev", "/python", "/python/bin", _PACKAGES, "/usr"):
         command += ["--perms", "0755", "--dir", folder]
     command += ["--ro-bind", interpreter, "/python/bin/python", "--ro-bind", str(libraries), str(inside)]
-    for packages in ("site-packages", "dist-packages"):  # what is installed there is none of the program's business
-        if (stdlib / packages).is_dir():
-            folder = str(inside / stdlib.name / packages)
-            command += ["--perms", "0755", "--tmpfs", folder, *_numpy(folder), "--remount-ro", folder]
+    # What is installed there is none of the program's business; the last is Debian's.
+    for packages in (stdlib / "site-packages", stdlib / "dist-packages", libraries / "python3" / "dist-packages"):
+        if packages.is_dir():
+            empty = str(inside / packages.relative_to(libraries))
+            command += ["--perms", "0755", "--tmpfs", empty, "--remount-ro", empty]
+    command += _numpy()
     for folder in ("/usr/lib", "/usr/lib64", "/lib", "/lib64"):
         command += ["--ro-bind-try", folder, folder]
     command += ["--setenv", "LD_LIBRARY_PATH", str(inside), "--setenv", "OPENBLAS_NUM_THREADS", "1"]
@@ -273,17 +280,15 @@ def _bwrap_command() -> list[str]:
     return command
 
 
-def _numpy(folder: str) -> list[str]:
-    """bwrap's arguments that put this environment's numpy, and the libraries of its wheel, into a folder inside."""
+def _numpy() -> list[str]:
+    """bwrap's arguments that put this environment's numpy, and the libraries of its wheel, into _PACKAGES."""
     spec = importlib.util.find_spec("numpy")
     if spec is None or spec.origin is None:
         raise SandboxError("LiveCodeBench offers numpy to programs, and it is not installed: pip install numpy")
     package = Path(spec.origin).parent
-    arguments = ["--ro-bind", str(package), f"{folder}/numpy"]
     libraries = package.with_name("numpy.libs")
-    if libraries.is_dir():
-        arguments += ["--ro-bind", str(libraries), f"{folder}/numpy.libs"]
-    return arguments
+    folders = [package, libraries] if libraries.is_dir() else [package]
+    return [word for folder in folders for word in ("--ro-bind", str(folder), f"{_PACKAGES}/{folder.name}")]
 
 
 @functools.cache
@@ -291,9 +296,12 @@ def _check_bwrap() -> None:
     _probe_bwrap()
 
 
+_PROBE = f"import json, resource, sys; sys.path.append('{_PACKAGES}'); import numpy"
+
+
 def _probe_bwrap() -> None:
     """Raise SandboxError with bwrap's own words if an empty program cannot be run."""
-    probe = [*_bwrap_command(), "--remount-ro", "/", "--", "/python/bin/python", "-I", "-c", "import numpy"]
+    probe = [*_bwrap_command(), "--remount-ro", "/", "--", "/python/bin/python", "-I", "-c", _PROBE]
     done = subprocess.run(probe, env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     if done.returncode == 0:
         return
