@@ -6,11 +6,16 @@ The attacks that these limits stop are in test_scoring_code.py and take longer. 
 import ctypes
 import json
 import os
+import platform
 import resource
+import struct
+import threading
+import time
 
+import psutil
 import pytest
 
-from verl_ba.paper.scoring import math, sandbox
+from verl_ba.paper.scoring import math, sandbox, seccomp
 
 LOOK_AROUND = """
 import ctypes, json, os, resource, sys, threading, time
@@ -102,6 +107,168 @@ def test_a_program_that_waits_longer_than_its_cpu_time_still_scores():
     """Three times the CPU time may pass on the clock, as it does on a busy machine."""
     outcome = sandbox.run("import time; time.sleep(2.05); print('done')", "", 2)
     assert (outcome.ok, outcome.stdout) == (True, "done\n")
+
+
+@pytest.mark.parametrize("namespace", ["cgroup", "ipc", "mnt", "net", "pid", "uts"])
+def test_a_program_has_namespaces_of_its_own(namespace, running):
+    """Seen from outside, because the filter of system calls stands in front of some of them."""
+    assert os.readlink(f"/proc/{running}/ns/{namespace}") != os.readlink(f"/proc/self/ns/{namespace}")
+
+
+@pytest.fixture(scope="module")
+def running():
+    """The number of a process that is a program in the sandbox."""
+    thread = threading.Thread(target=sandbox.run, args=("import time; time.sleep(4)", "", 6))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        below = psutil.Process().children(recursive=True)
+        found = [p.pid for p in below if p.name() == "python" and not p.children()]
+        if found:
+            yield found[0]
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("no program was started")
+    thread.join()
+
+
+# What a program could hold without these refusals, beside its address space and its /tmp. Each line is tried alone.
+UNCOUNTED_MEMORY = {
+    "files in memory": "os.memfd_create('x')",
+    "System V segments": "call('shmget', 0, 1 << 20, 0o1600)",
+    "shared mappings that are let go but for one page": "mmap.mmap(-1, 1 << 20)",
+    "other processes": "os.fork()",
+}
+CALL = """
+import ctypes, errno, json, mmap, os, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = json.loads(input())
+def call(name, *arguments):
+    ctypes.set_errno(0)
+    if libc.syscall(numbers[name], *arguments) == -1:
+        raise OSError(ctypes.get_errno(), name)
+"""
+
+
+@pytest.mark.parametrize("action", UNCOUNTED_MEMORY.values(), ids=UNCOUNTED_MEMORY)
+def test_a_program_cannot_hold_memory_that_no_limit_counts(action):
+    program = CALL + f"try:\n    {action}\nexcept OSError as error:\n    print(error.errno == errno.ENOSYS)"
+    assert sandbox.run(program, json.dumps(numbers()), 2).stdout == "True\n"
+
+
+def test_a_program_that_holds_all_it_can_stays_below_its_limits():
+    """1 GiB of address space and 64 MiB of files, whatever it tries, seen on the machine; memfd_create alone had 2.4 GiB."""
+    program = """
+import mmap, os
+held = []
+def keep(n):
+    descriptor = os.memfd_create(str(n))
+    os.write(descriptor, bytes(32 << 20))
+    return descriptor
+def let_go_but_for_a_page(n):
+    shared = mmap.mmap(-1, 32 << 20)
+    shared.write(bytes(32 << 20))
+    shared.resize(4096)
+    return shared
+for way in (keep, let_go_but_for_a_page, lambda n: os.fork() or keep(n)):
+    try:
+        for n in range(50):
+            held.append(way(n))
+    except OSError:
+        pass
+print(len(held))
+"""
+    assert sandbox.run(program, "", 6).stdout == "0\n"
+
+
+def numbers() -> dict[str, int]:
+    """The system calls of this machine by name, from the kernel's list and not from the filter's."""
+    column = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    return {name: both[column] for name, both in KERNEL.items() if both[column] is not None}
+
+
+# name: (x86_64, aarch64); Linux's syscall_64.tbl and asm-generic/unistd.h
+KERNEL = {
+    **{"fork": (57, None), "vfork": (58, None), "memfd_create": (319, 279), "shmget": (29, 194), "msgget": (68, 186)},
+    **{"semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218)},
+    **{"keyctl": (250, 219), "io_setup": (206, 0), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40)},
+    **{"socket": (41, 198), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
+    **{"ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
+    # new ones have the same number everywhere
+    **{"io_uring_setup": (425, 425), "fsopen": (430, 430), "pidfd_open": (434, 434), "clone3": (435, 435)},
+    **{"memfd_secret": (447, 447), "a call of the future": (600, 600)},
+}
+
+
+def test_each_refused_call_is_refused_by_the_kernel():
+    """With arguments that are all 0 the kernel itself answers otherwise, or does it: ENOSYS is the filter's answer."""
+    program = (
+        CALL
+        + """
+for name in numbers:
+    try:
+        call(name, 0, 0, 0, 0, 0)
+        print(name, "DID IT", flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            print(name, errno.errorcode[error.errno], flush=True)
+print("done")
+"""
+    )
+    assert sandbox.run(program, json.dumps(numbers()), 2).stdout == "done\n"
+
+
+def run_filter(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """What the filter returns for one system call: the six instructions of classic BPF that it uses."""
+    architecture = architecture or {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *(arguments + (0,) * 6)[:6])
+    code = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    at, accumulator = 0, 0
+    while True:
+        operation, if_true, if_false, value = code[at]
+        at += 1
+        if operation == 0x20:
+            accumulator = struct.unpack_from("<I", data, value)[0]
+        elif operation == 0x54:
+            accumulator &= value
+        elif operation == 0x06:
+            return value
+        else:
+            at += if_true if {0x15: accumulator == value, 0x35: accumulator >= value}[operation] else if_false
+
+
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050026, 0x80000000
+THREAD = 0x3D0F00  # the flags with which glibc makes a thread
+
+
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+def test_the_filter_of_each_machine(machine, column):
+    for name, both in KERNEL.items():
+        if both[column] is not None:
+            assert run_filter(machine, both[column]) == REFUSE, name
+    clone, mmap, read = [(56, 9, 0), (220, 222, 63)][column]
+    assert run_filter(machine, read) == ALLOW
+    assert run_filter(machine, clone, THREAD) == ALLOW
+    for flags in (0x11, 0x1200011, THREAD | 0x10000000, THREAD | 0x20000):  # fork, glibc's fork, and new namespaces
+        assert run_filter(machine, clone, flags) == REFUSE, hex(flags)
+    for flags, answer in ((0x22, ALLOW), (0x21, REFUSE), (0x23, REFUSE), (0x01, ALLOW), (0x02, ALLOW)):
+        assert run_filter(machine, mmap, 0, 4096, 3, flags) == answer, hex(flags)
+    assert run_filter(machine, read, architecture=0x40000003) == KILL  # a 32-bit call
+
+
+def test_calls_of_the_x32_abi_are_refused():
+    assert run_filter("x86_64", 0x40000000 + 319) == REFUSE
+
+
+def test_another_machine_has_no_filter_and_so_no_sandbox():
+    with pytest.raises(sandbox.SandboxError, match="knows x86_64 and aarch64, and this machine is riscv64"):
+        seccomp.program("riscv64")
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/full", "/dev/shm", "/dev/ptmx", "/dev/tty"])
+def test_devices_that_hold_memory_or_lead_outside_are_not_there(path):
+    assert sandbox.run(f"import os; print(os.path.exists({path!r}))", "", 2).stdout == "False\n"
 
 
 def test_the_grader_may_use_2_gib_of_memory_and_no_more():
