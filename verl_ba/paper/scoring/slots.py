@@ -22,7 +22,7 @@ SLOTS = min(32, len(os.sched_getaffinity(0)))
 _POLL_SECONDS = 0.005  # how often the first in the queue looks for a free slot
 
 _open_files: set[int] = set()
-_opening = threading.Lock()
+_opening = threading.RLock()  # a finalizer may run, and close, while a file is opened
 
 
 @contextmanager
