@@ -35,9 +35,9 @@ def load(model: Path, out: Path, dtype: torch.dtype = torch.float32) -> tuple[An
     if model.suffix == ".gguf":
         folder = out.with_name(model.stem.lower())
         if not (folder / "config.json").exists():
-            where = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-            AutoModelForCausalLM.from_pretrained(**where, dtype=dtype).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+            read: Any = AutoModelForCausalLM.from_pretrained(model.parent, gguf_file=model.name, dtype=dtype)
+            read.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name).save_pretrained(folder)
         model = folder
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     return network.eval(), AutoTokenizer.from_pretrained(model)
@@ -59,7 +59,8 @@ def score(task: str, entry: dict, response: str) -> float:
     import reasoning_gym
 
     numbers = re.findall(r"-?\d+", response.replace(",", ""))
-    return float(bool(numbers) and reasoning_gym.get_score_answer_fn(task)(numbers[-1], entry) == 1.0)
+    score_answer: Any = reasoning_gym.get_score_answer_fn(task)
+    return float(bool(numbers) and score_answer(numbers[-1], entry) == 1.0)
 
 
 def main(

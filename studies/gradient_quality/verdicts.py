@@ -177,7 +177,8 @@ def foretold(measured: Sequence[Measured], rows: Sequence[Row], cells: Sequence[
     rng = np.random.default_rng(0)
 
     def correlation(cosines: Sequence[np.ndarray], areas: Sequence[np.ndarray]) -> float:
-        return float(np.mean([float(spearmanr(c, a)[0]) for c, a in zip(cosines, areas, strict=True)]))
+        found: list[Any] = [spearmanr(c, a) for c, a in zip(cosines, areas, strict=True)]
+        return float(np.mean([result.statistic for result in found]))
 
     value = correlation([np.array([n.value for n in g]) for g in gains], [s.mean(0) for s in seeds])
     draws = []

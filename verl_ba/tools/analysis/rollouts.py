@@ -197,7 +197,7 @@ class _Reader:
             self.group_label.append(label[:_LABEL])
             self.group_place.append(f"{place[0]}:{place[1]}")
         if self.text is not None:
-            self.text.append((prompt, text))
+            self.text.append((str(prompt), str(text)))
         self.group.append(number)
         self.session.append(session)
         self.row.append(row)
