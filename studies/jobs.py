@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -33,6 +34,19 @@ LOOP, VERL = "loop", "verl"
 
 class StudyError(RuntimeError):
     """A study cannot be run as it is; the message says what to do."""
+
+
+@contextmanager
+def told_by_exit(stage: str) -> Iterator[None]:
+    """Around a stage that a command runs: a StudyError, or an interruption, is one line and an exit status."""
+    try:
+        yield
+    except StudyError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(f"{stage}: stopped; the same command goes on where it was", err=True)
+        raise typer.Exit(130) from None
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,15 @@ from typing import Annotated
 import typer
 
 from studies.gradient_quality import plan
-from studies.jobs import StudyError
+from studies.jobs import told_by_exit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 Seeds = Annotated[int | None, typer.Option(help="only the first so many seeds", min=1)]
 
 
 def _run(stage: str, seeds: int | None = None) -> None:
-    try:
+    with told_by_exit(stage):
         rows = plan.run_stage(stage, seeds)
-    except StudyError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"{stage}: stopped; the same command goes on where it was", err=True)
-        raise typer.Exit(130) from None
     typer.echo(f"{len(rows)} rows in {plan.results_path(stage)}")
 
 

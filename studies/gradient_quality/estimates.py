@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import t as student
 
 from studies.gradient_quality.rules import REFERENCE
 from studies.jobs import Row
-from verl_ba.tools.analysis.estimate import Estimate
+from verl_ba.tools.analysis.estimate import Estimate, jackknife_variance, t_interval
 
 RELATIVE = ("cosine", "signal", "per_kl", "adam", "net", "half", "clipped-2", "clipped-4")
 """Measures that are shown relative to the reference: the ratio less 1. The norm of g* cancels there."""
@@ -38,7 +37,7 @@ def jackknife(of: Of, blocks: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
     for axis, size in enumerate((blocks, parts)):
         if size > 1:
             left = [of(*(np.delete(e, i) if a == axis else e for a, e in enumerate(every))) for i in range(size)]
-            variance = variance + (size - 1) / size * ((np.stack(left) - np.mean(left, axis=0)) ** 2).sum(0)
+            variance = variance + jackknife_variance(np.stack(left))
     return of(*every), np.sqrt(variance)
 
 
@@ -51,8 +50,7 @@ class Number:
     freedom: int
 
     def interval(self, level: float = 0.95) -> Estimate:
-        half = float(student.ppf((1 + level) / 2, self.freedom)) * self.error
-        return Estimate(self.value, self.value - half, self.value + half)
+        return t_interval(self.value, self.error, self.freedom, level)
 
 
 class Measured:

@@ -1,6 +1,6 @@
 """The tables of the gradient study, and what its claims are worth: held, failed or undecided, by PROTOCOL.md."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from studies.gradient_quality.estimates import Measured, Number, jackknife
 from studies.gradient_quality.measure import MAIN
 from studies.gradient_quality.rules import ALL, REFERENCE
 from studies.jobs import Row
-from studies.miniature.outcome import FAILED, HELD, UNDECIDED, Verdict, difference
+from studies.miniature.outcome import FAILED, HELD, UNDECIDED, difference
 from verl_ba.tools.analysis import charts
 from verl_ba.tools.analysis.estimate import Estimate
 from verl_ba.tools.analysis.page import INK, SERIES, Figure
@@ -43,11 +43,6 @@ def judge(statements: Sequence[Statement], planned: int) -> str:
     return UNDECIDED
 
 
-def together(verdicts: Iterable[str]) -> str:
-    verdicts = list(verdicts)
-    return FAILED if FAILED in verdicts else HELD if set(verdicts) == {HELD} else UNDECIDED
-
-
 def place(m: Measured) -> str:
     return m.cell.removesuffix("-gradient") + (f", {m.steps}" if m.steps else "")
 
@@ -71,9 +66,6 @@ class Claim:
     verdict: str
     worst: str
     done: str
-
-    def as_verdict(self) -> Verdict:
-        return Verdict(f"{self.says}: {self.worst} ({self.done})", self.verdict)
 
 
 def claim(name: str, says: str, statements: Sequence[Statement], planned: int) -> Claim:
@@ -188,6 +180,11 @@ def foretold(measured: Sequence[Measured], rows: Sequence[Row], cells: Sequence[
         draws.append(correlation(cosines, areas))
     low, high = np.percentile(draws, [2.5, 97.5])
     return Estimate(value, float(low), float(high))
+
+
+def judge_foretold(found: Estimate | None) -> str:
+    """Verdict of claim (c) from `foretold`."""
+    return UNDECIDED if found is None else HELD if found.low > 0 else FAILED if found.high < 0 else UNDECIDED
 
 
 def trainings_table(rows: Sequence[Row], cells: Sequence[str], updates: int) -> Table | None:
@@ -312,9 +309,8 @@ def verdict_of_c(measured: Sequence[Measured]) -> str:
     found = foretold(measured, rows, cells, 12)
     if found is None:
         return f"{UNDECIDED}** (c): the ranking by gradient foretells that of short trainings; {NOT_RUN}"
-    verdict = HELD if found.low > 0 else FAILED if found.high < 0 else UNDECIDED
     says = "the ranking by gradient foretells that of trainings of 12 updates"
-    return f"{verdict}** (c): {says}; Spearman {found.text('+.2f')}"
+    return f"{judge_foretold(found)}** (c): {says}; Spearman {found.text('+.2f')}"
 
 
 def claims_table(found: Sequence[Claim]) -> Table:
@@ -334,8 +330,7 @@ def markdown(measured: Sequence[Measured] | None = None) -> str:
     for updates in (6, 12, 25):
         found = foretold(measured, rows, cells, updates)
         said = found.text("+.2f") if found else NOT_RUN
-        verdict = UNDECIDED if found is None or found.low <= 0 else HELD
-        parts.append(f"(c) gradient and training after {updates} updates, Spearman: {said}" + f" ({verdict})")
+        parts.append(f"(c) gradient and training after {updates} updates, Spearman: {said} ({judge_foretold(found)})")
         if table := trainings_table(rows, cells, updates):
             parts.append(table.markdown())
     parts.append(

@@ -2,21 +2,15 @@
 
 import typer
 
-from studies.jobs import StudyError
+from studies.jobs import told_by_exit
 from studies.miniature.runner import results_path, run_stage
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _run(stage: str) -> None:
-    try:
+    with told_by_exit(stage):
         rows = run_stage(stage)
-    except StudyError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"{stage}: stopped; the same command goes on where it was", err=True)
-        raise typer.Exit(130) from None
     from studies.report import means_table
 
     cells, rules = (list(dict.fromkeys(row[key] for row in rows)) for key in ("cell", "rule"))

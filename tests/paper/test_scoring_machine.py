@@ -48,13 +48,16 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
+def outputs_of_eight(script: str) -> list[str]:
+    """What eight processes print that run it at the same time."""
+    processes = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    return [process.communicate()[0] for process in processes]
+
+
 @pytest.mark.slow
 def test_eight_processes_score_as_one():
     """verl's reward workers: each tries a right and a wrong program, and all of them need three times what a core has."""
-    processes = [
-        subprocess.Popen([sys.executable, "-c", ONE_OF_EIGHT], stdout=subprocess.PIPE, text=True) for _ in range(8)
-    ]
-    assert [process.communicate()[0] for process in processes] == ["1 0 0\n"] * 8
+    assert outputs_of_eight(ONE_OF_EIGHT) == ["1 0 0\n"] * 8
 
 
 ONE_OF_EIGHT_SCORES = """
@@ -73,9 +76,7 @@ with ThreadPoolExecutor(2) as pool:
 @pytest.mark.timeout(1200)
 def test_eight_processes_score_128_slow_programs():
     """Each program computes 2 s of its 6; two cores need over two minutes for all of them."""
-    start = [sys.executable, "-c", ONE_OF_EIGHT_SCORES]
-    processes = [subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    scores = " ".join(process.communicate()[0] for process in processes).split()
+    scores = " ".join(outputs_of_eight(ONE_OF_EIGHT_SCORES)).split()
     assert (scores[::2], scores[1::2]) == (["1.0"] * 64, ["0.0"] * 64)
 
 
@@ -314,18 +315,23 @@ def test_threads_hold_no_more_than_there_are(own_slots):
 
 
 def test_a_forked_child_does_not_keep_its_parents_slot(own_slots, tmp_path):
+    reader, writer = os.pipe()
     with slots.one():
         child = os.fork()
         if child == 0:
+            os.write(writer, b"!")
             time.sleep(60)
             os._exit(0)
     try:
+        assert os.read(reader, 1) == b"!"  # the child runs: what follows a fork in it is done
         for n in range(2):
             with open(tmp_path / f"verl_ba-sandbox-{os.geteuid()}" / f"slot-{n}", "a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if the child holds it
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_folder_of_someone_else_is_refused(own_slots, tmp_path):

@@ -11,10 +11,12 @@ from studies.gradient_quality import bank, estimates, measure, plan, trainings, 
 from studies.gradient_quality.rules import ALL, Responses, baseline, coefficients
 from studies.jobs import Job
 from studies.miniature import runner, train
-from studies.miniature.model import CHARACTERS, END, Model, sample
+from studies.miniature.model import CHARACTERS, sample
 from studies.miniature.outcome import FAILED, HELD, UNDECIDED
 from studies.miniature.tasks import FAMILIES, Cell, demonstration, score
 from verl_ba.aggregation import pool_mean_length
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CELL = Cell("g", "mod7", "negatives", (4, 4), 0.2, wrong=0.6, warm_steps=3)
 SMALL = bank.Sizes(
@@ -33,24 +35,6 @@ SMALL = bank.Sizes(
     clipped=1,
     shapes=(bank.Shape(2, 4), bank.Shape(3, 2, False)),
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    model = Model(5 + 20).double()
-    with torch.no_grad():
-        model.head.weight.mul_(4)
-        model.head.bias[END] += 2.5
-    return model
 
 
 def rollout(model, rows=12, seed=0):
@@ -74,32 +58,32 @@ def responses(seed=0, groups=6, size=5) -> Responses:
 # --- score gradients and the true gradient --------------------------------------------------------------------------
 
 
-def test_score_gradients_are_those_of_autograd_response_by_response(model):
-    prompts, sampled = rollout(model, seed=9)
+def test_score_gradients_are_those_of_autograd_response_by_response(small_model):
+    prompts, sampled = rollout(small_model, seed=9)
     assert len(set(sampled.mask_BT.sum(1).tolist())) > 3
-    model = model.float()
-    found = bank.score_gradients(model, prompts, sampled.response_BT, sampled.mask_BT, chunk=5)
+    small_model = small_model.float()
+    found = bank.score_gradients(small_model, prompts, sampled.response_BT, sampled.mask_BT, chunk=5)
     for i in range(len(prompts)):
-        log_prob = model.log_probs(prompts[i : i + 1], sampled.response_BT[i : i + 1])[0]
-        gradient = torch.autograd.grad(log_prob[sampled.mask_BT[i]].sum(), list(model.parameters()))
+        log_prob = small_model.log_probs(prompts[i : i + 1], sampled.response_BT[i : i + 1])[0]
+        gradient = torch.autograd.grad(log_prob[sampled.mask_BT[i]].sum(), list(small_model.parameters()))
         expected = torch.cat([g.flatten() for g in gradient])
         torch.testing.assert_close(found[i], expected, rtol=1e-4, atol=2e-5)
 
 
-def test_the_true_gradient_is_unbiased(model):
+def test_the_true_gradient_is_unbiased(small_model):
     """E over two samples of Σ_i (r_i - r_j)·S_i/2, summed over all outcomes of a short response, is ∇E[r]."""
     prompt = torch.tensor([[2, 3, 4, 5, 6]])
     every = torch.arange(len(CHARACTERS))[:, None]  # responses of one character
     reward = (every[:, 0] % 3 == 0).double()
-    parameters = list(model.parameters())
-    p = model.log_probs(prompt.expand(len(every), -1), every)[:, 0].exp()
+    parameters = list(small_model.parameters())
+    p = small_model.log_probs(prompt.expand(len(every), -1), every)[:, 0].exp()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad((p * reward).sum(), parameters, retain_graph=True)])
     n = len(every)
     a, b = (x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
     pairs = torch.stack([a, b], 1).flatten()
     weight = (p[a] * p[b]).detach().repeat_interleave(2)
     coefficient = bank.others(reward[pairs], 2) / 2 * weight
-    log_prob = model.log_probs(prompt.expand(n, -1), every)[:, 0]
+    log_prob = small_model.log_probs(prompt.expand(n, -1), every)[:, 0]
     gradient = torch.autograd.grad((coefficient * log_prob[pairs]).sum(), parameters)
     torch.testing.assert_close(torch.cat([g.flatten() for g in gradient]), expected, rtol=1e-9, atol=1e-12)
 
@@ -338,13 +322,13 @@ def test_a_mode_trained_by_coefficients_has_the_gradient_of_the_mode(rule, tmp_p
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-7)
 
 
-def test_the_temperature_for_an_entropy_is_found(model):
-    prompts, sampled = rollout(model, rows=64)
+def test_the_temperature_for_an_entropy_is_found(small_model):
+    prompts, sampled = rollout(small_model, rows=64)
     noise = torch.rand(64, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = 0.6 * sampled.entropy
-    assert trainings.at_entropy(model, prompts, noise, wanted).entropy == pytest.approx(wanted, rel=0.15)
-    greedy = sample(trainings.sharpened(model, trainings.GREEDY), prompts, noise)
-    again = sample(trainings.sharpened(model, trainings.GREEDY), prompts, 1 - noise)
+    assert trainings.at_entropy(small_model, prompts, noise, wanted).entropy == pytest.approx(wanted, rel=0.15)
+    greedy = sample(trainings.sharpened(small_model, trainings.GREEDY), prompts, noise)
+    again = sample(trainings.sharpened(small_model, trainings.GREEDY), prompts, 1 - noise)
     assert np.mean([a == b for a, b in zip(greedy.texts(), again.texts(), strict=True)]) > 0.9  # all but ties
 
 

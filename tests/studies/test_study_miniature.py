@@ -15,11 +15,13 @@ import torch
 
 from studies import jobs
 from studies.miniature import outcome, runner, train
-from studies.miniature.model import CHARACTERS, END, PAD, Model, encode, sample
+from studies.miniature.model import CHARACTERS, END, PAD, encode, sample
 from studies.miniature.tasks import FAMILIES, LIMIT, Cell, demonstration, score
 from studies.rules import fit
 from verl_ba import loss_agg
 from verl_ba.tools.analysis.modes import in_full
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CELLS = {
     "negatives": Cell("n", "mod7", "negatives", (4, 4), 0.2, wrong=0.6, warm_steps=3),
@@ -27,25 +29,6 @@ CELLS = {
     "prompts": Cell("p", "sorting", "prompts", (2, 7), 0.2, warm_steps=3),
 }
 SMALL = train.Settings(steps=2, prompts=3, group=4, evaluations=2, evaluation_prompts=8, probes=1, pool=20)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in the study's processes: sums over threads are in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def small_model():
-    torch.manual_seed(0)
-    model = Model(6 + 20).double()
-    with torch.no_grad():
-        model.head.weight.mul_(4)  # far from uniform
-        model.head.bias[END] += 2.5
-    return model
 
 
 def rollout(model, rows=24, limit=20, seed=0):

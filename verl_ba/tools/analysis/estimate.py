@@ -1,4 +1,4 @@
-"""A number with its interval, and the stratified bootstrap over seeds that gives it (scipy's)."""
+"""A number with its interval: by the stratified bootstrap over seeds (scipy's), or by a jackknife."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _BATCH = 500  # resamples that are held at once
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95% bootstrap interval; bounds are nan where there is none, the value where it is undefined."""
+    """A value and its 95% interval; bounds are nan where there is none, the value where it is undefined."""
 
     value: float
     low: float = math.nan
@@ -24,6 +24,19 @@ class Estimate:
             return "–"
         value = format(self.value, form)
         return value if math.isnan(self.low) else f"{value} [{self.low:{form}}, {self.high:{form}}]"
+
+
+def jackknife_variance(left: np.ndarray) -> np.ndarray:
+    """Of an estimate, from its values with one of n independent parts left out: `left` [n, …] gives […]."""
+    return (len(left) - 1) / len(left) * ((left - left.mean(0)) ** 2).sum(0)
+
+
+def t_interval(value: float, error: float, freedom: int, level: float = 0.95) -> Estimate:
+    """From a standard error with so many degrees of freedom."""
+    from scipy.stats import t as student  # takes a second to import
+
+    reach = float(student.ppf((1 + level) / 2, freedom)) * error
+    return Estimate(value, value - reach, value + reach)
 
 
 @dataclass(frozen=True)

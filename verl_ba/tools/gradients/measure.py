@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 
 from verl_ba.aggregation import ALL_MODES, pool_mean_length
-from verl_ba.tools.analysis.estimate import Estimate
+from verl_ba.tools.analysis.estimate import Estimate, jackknife_variance, t_interval
 from verl_ba.tools.analysis.weighing import advantages
 
 FEWEST = 4
@@ -88,7 +87,7 @@ def measure(
         )
     rng, at = np.random.default_rng(seed), ALL_MODES.index(current)
     gram = score_gradient.astype(np.float64) @ score_gradient.astype(np.float64).T
-    values, errors = [], []
+    values, variances = [], []
     for _ in range(cuts):
         parts = rng.permutation(useful)[: updates * prompts].reshape(updates, prompts)
         members = [np.flatnonzero(np.isin(group, part)) for part in parts]
@@ -113,14 +112,12 @@ def measure(
         every = np.arange(updates)
         left = np.stack([of(np.delete(every, i)) for i in every])
         values.append(of(every))
-        errors.append((updates - 1) / updates * ((left - left.mean(0)) ** 2).sum(0))
-    value, error = np.mean(values, axis=0), np.sqrt(np.mean(errors, axis=0))
-    reach = float(student.ppf(0.975, updates - 1)) * error
+        variances.append(jackknife_variance(left))
+    value, error = np.mean(values, axis=0), np.sqrt(np.mean(variances, axis=0))
 
     def estimates(i: int) -> dict[str, Estimate]:
         return {
-            mode: Estimate(float(value[i, m]), float(value[i, m] - reach[i, m]), float(value[i, m] + reach[i, m]))
-            for m, mode in enumerate(ALL_MODES)
+            mode: t_interval(float(value[i, m]), float(error[i, m]), updates - 1) for m, mode in enumerate(ALL_MODES)
         }
 
     return Measured(current, updates, prompts, len(useful), *(estimates(i) for i in range(4)))
