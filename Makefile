@@ -1,7 +1,7 @@
 # Short targets; what they do is in the scripts they call.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all test-versions test-gpu-stack patches-apply patches-check patches-refresh \
-  recipes-check recipes-smoke lint format bench study study-screen study-gradients study-verl study-quick study-null study-map \
+.PHONY: help setup demo test test-fast test-all test-megatron test-versions test-gpu-stack patches-apply patches-check patches-refresh \
+  recipes-check recipes-smoke engines lint format bench study study-screen study-gradients study-verl study-quick study-null study-map \
   doctor lock clean
 
 VENV := .venv
@@ -28,6 +28,15 @@ test-fast: setup  ## the tests that take no time, two at a time
 test-all: setup  ## every test, with what `test` leaves out: more runs of verl's trainers, more batches (an hour)
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not trainer"
 	@$(PY) -m pytest -m trainer
+
+test-megatron: setup  ## verl's Megatron engine on CPU ranks, in an environment of its own, .venv-megatron
+	@bash requirements/megatron.sh $(VENV) .venv-megatron
+	@OMP_NUM_THREADS=1 .venv-megatron/bin/python -m pytest tests/engines/test_megatron.py
+
+engines: setup  ## the tables of docs/engines.md: every engine and layout that runs on the CPU, against float64
+	@OMP_NUM_THREADS=1 $(PY) -m dev.engines
+	@bash requirements/megatron.sh $(VENV) .venv-megatron
+	@OMP_NUM_THREADS=1 .venv-megatron/bin/python -m dev.engines megatron
 
 test-versions: setup  ## the contract with every supported release of verl, as a table (downloads each once)
 	@$(PY) -m dev.versions

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from recipes import manifest, start
 from verl_ba.paper.data.sources import SOURCES
+from verl_ba.support import engine_fault
 from verl_ba.tools.analysis.modes import MODES, in_full, short
 from verl_ba.tools.preflight import Needs, paths_of
 
@@ -121,6 +122,7 @@ def problems(config: DictConfig, files: bool = True) -> list[str]:
             f"trainer.logger={list(config.trainer.logger)}: expected 'file' among them, which comparisons read; for example "
             f"trainer.logger=[console,file,wandb]"
         )
+    found += filter(None, [engine_fault(config)])
     if files:
         found += [f"{where}={path}: {what}" for where, path, what in missing_files(config)]
     return found

@@ -156,6 +156,27 @@ def ulysses_fault(config: Any) -> str | None:
     return None
 
 
+def torchtitan_fault(config: Any) -> str | None:
+    """Why verl 0.9.1's torchtitan engine would train wrong with these sizes, in every mode; None if it would not."""
+    actor = (config.get("actor_rollout_ref") or {}).get("actor") or {}
+    engine = actor.get("torchtitan") or {} if actor.get("strategy") == "torchtitan" else {}
+    for key, what in (
+        ("data_parallel_replicate_size", "verl 0.9.1 multiplies every gradient by it"),
+        ("context_parallel_size", "verl 0.9.1 deals rows and gathers log-probabilities as if there were none"),
+    ):
+        if (size := engine.get(key) or 1) > 1:
+            return (
+                f"actor_rollout_ref.actor.torchtitan.{key}={size}: {what}, in every mode and without a word "
+                f"(docs/engines.md). Set it to 1; data_parallel_shard_size is exact"
+            )
+    return None
+
+
+def engine_fault(config: Any) -> str | None:
+    """Why verl's engine itself would train wrong with this composed configuration; None if nothing is known against it."""
+    return ulysses_fault(config) or torchtitan_fault(config)
+
+
 @dataclass(frozen=True)
 class Trainer:
     """A way verl trains, and what was run of it with our modes.
@@ -163,12 +184,14 @@ class Trainer:
     Attributes:
         groups: how whole groups reach the update.
         test: what checks it, a test's name from the root of the repository.
-        not_run: why verl itself was not run; empty if it was, for some steps on the CPU.
+        not_run: why verl itself was not run; empty if it was.
+        ran: what was run of it.
     """
 
     groups: str
     test: str
     not_run: str = ""
+    ran: str = "a few steps on the CPU"
 
 
 _RUNS = "tests/trainer/test_trainers.py::"
@@ -211,25 +234,30 @@ TRAINERS = {
         "every rank is data-parallel", "tests/trainer/test_trainer.py::test_balanced_is_zero_on_policy_beside_a_kl_term"
     ),
     "engine FSDP with Ulysses": Trainer(
-        "the group excludes sequence-parallel peers, which hold the same rows",
-        f"{_GROUPS}test_verls_engine_gives_the_group_without_ulysses_peers",
-        "it wants packed sequences, and so flash-attn, which needs a GPU",
+        "the group excludes sequence-parallel peers, which hold the same rows. With attn_implementation sdpa, eager or "
+        "flex_attention verl's Ulysses trains wrong in every mode (the gradient is off by .31): refused by `verl-ba "
+        "audit` and by the recipes' plan",
+        "tests/trainer/test_ulysses.py::test_ulysses_with_packed_rows_is_zero_on_policy",
     ),
     "engine Megatron": Trainer(
         "the group excludes tensor-, pipeline- and context-parallel peers, which hold the same rows; with dynamic context "
-        "parallelism it is one rank, which holds the whole batch",
-        _PEERS,
-        "megatron-core is not in the environment",
+        "parallelism it is one rank, which holds the whole batch. With calculate_per_token_loss and context parallelism, "
+        "verl 0.9.1 makes every gradient too large by one factor, in every mode (docs/upstream-megatron.md)",
+        "tests/engines/test_megatron.py::test_gradients_and_norms_equal_the_reference",
+        ran="verl's worker on CPU ranks (docs/engines.md); Transformer Engine, Megatron-Bridge and dynamic context "
+        "parallelism were not run",
     ),
     "engine VeOmni": Trainer(
         "as FSDP, with or without Ulysses",
         _PEERS,
-        _NOT_HERE,
+        f"{_NOT_HERE}; docs/engines.md has what a prototype measured",
     ),
     "engine torchtitan": Trainer(
-        "the group may count rows once per context-parallel peer, or be None where all ranks hold all rows: means stay",
+        "data_parallel_shard_size alone is exact. With data_parallel_replicate_size=2 verl 0.9.1 doubles every gradient, in "
+        "token-mean as well; with context parallelism it cannot train RL: both are refused by `verl-ba audit` and by the "
+        "recipes' plan",
         _PEERS,
-        _NOT_HERE,
+        f"{_NOT_HERE}; docs/engines.md has what a prototype measured",
     ),
     "Tinker's worker (`engine_workers_tinker`)": Trainer(
         "refused at the first loss: forward_backward goes past update_actor, so nobody sees whole groups",
@@ -243,7 +271,7 @@ TRAINERS = {
 def trainers_table() -> list[tuple[str, str, str, str]]:
     """Rows of the table: what, how groups are whole, what was run, what checks it."""
     return [
-        (name, t.groups, f"not run: {t.not_run}; a stand-in" if t.not_run else "a few steps on the CPU", f"`{t.test}`")
+        (name, t.groups, f"not run: {t.not_run}; a stand-in" if t.not_run else t.ran, f"`{t.test}`")
         for name, t in TRAINERS.items()
     ]
 

@@ -104,6 +104,8 @@ def doctor(
         console.print(table)
     if not quiet:
         print_checks(console, report.checks)
+        for warning in report.warnings:
+            console.print(f"· {warning}", highlight=False, markup=False)
     finish(console, report.faults)
 
 

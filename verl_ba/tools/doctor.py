@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -10,7 +11,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ba import __version__, hooks, releases
+from verl_ba import __version__, hooks, releases, support
 from verl_ba.tools import preflight
 from verl_ba.tools.preflight import Check, Needs
 
@@ -27,6 +28,7 @@ class Report:
         faults: why our modes, or the run that was asked about, would not work; empty if they would.
         seams: (seam, 'yes', 'no' or why it does not matter here, what it is for).
         checks: what a run needs, as it was tried; their faults are among `faults`.
+        warnings: what a configuration must not ask for here, though nothing is wrong with the installation.
     """
 
     verl_ba: str
@@ -35,6 +37,7 @@ class Report:
     faults: list[str]
     seams: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     checks: list[Check] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def versions(self) -> tuple[str, str, str]:
@@ -84,7 +87,18 @@ def _attached() -> Report:
         if fault:
             faults.append(f"{seam.name}: {said if error else fault}")
     faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
-    return Report(__version__, version, platform.python_version(), faults, rows)
+    return Report(__version__, version, platform.python_version(), faults, rows, _attention_warnings())
+
+
+def _attention_warnings() -> list[str]:
+    """Without flash-attn, whoever chooses another attention must leave Ulysses alone (verl_ba.support.ulysses_fault)."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return []
+    return [
+        f"flash-attn is not installed. With attn_implementation {' or '.join(support.WITHOUT_ULYSSES)}, keep "
+        "ulysses_sequence_parallel_size=1: verl's Ulysses would train wrong with them, without a word. `verl-ba audit` and "
+        "the recipes' plan refuse it"
+    ]
 
 
 def _loading_faults() -> list[str]:

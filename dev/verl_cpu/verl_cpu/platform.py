@@ -148,7 +148,7 @@ def install() -> None:
     import wrapt
     from verl.plugin.platform import PlatformRegistry
 
-    from verl_cpu import packed
+    from verl_cpu import megatron, packed
 
     if PlatformRegistry.get("cpu") is not None:
         return
@@ -163,6 +163,8 @@ def install() -> None:
         ("verl.trainer.ppo.v1.replay_buffer", _poll_often),
         ("torch.distributed.fsdp._init_utils", _allow_cpu_broadcast),
         ("verl.models.transformers.monkey_patch", packed.install),
+        ("verl.workers.config.engine", megatron.allow_float32),
+        ("verl.workers.engine.megatron.transformer_impl", megatron.install),
     ):
         wrapt.register_post_import_hook(hook, module)
     print("[verl_ba] VERL_PLATFORM=cpu: verl runs on the CPU", file=sys.stderr, flush=True)

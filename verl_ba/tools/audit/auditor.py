@@ -29,6 +29,7 @@ def audit(config: DictConfig) -> Report:
     """
     hooks.install()  # what is audited is what a run would use
     actor, report = _actor(config)
+    findings.engine(report, config)
     try:
         batch = actor.batch = _usable_batch(actor, config, report)
         candidates = rules(batch, actor.config().loss_scale_factor)

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo import core_algos
 
+from verl_ba.support import engine_fault
 from verl_ba.tools.audit.batch import WHOLE, make_batch
 from verl_ba.tools.audit.readings import Reading, Report
 from verl_ba.tools.audit.rules import FITS, Match
@@ -269,3 +270,9 @@ def mini_batches(report: Report, readings: list[Reading], config: DictConfig) ->
             "rows may be reordered, so that a group straddles mini-batches. Its mean lengths come from the whole update, B "
             "is one mini-batch's",
         )
+
+
+def engine(report: Report, config: DictConfig) -> None:
+    """What no split of the loss can show: the engine's forward pass is wrong."""
+    if fault := engine_fault(config):
+        report.add("fault", "model", "refused", fault)

@@ -191,7 +191,7 @@ def _layout(settings: DictConfig, ranks: int) -> Layout:
         sizes = {"tensor": tensor, "pipeline": pipeline, "virtual pipeline": virtual, "context": context}
         peers, sequence, layers = tensor * pipeline * context, context, max(2, pipeline * virtual)
     else:
-        if fault := support.ulysses_fault(settings):
+        if fault := support.engine_fault(settings):
             raise CheckError(fault)
         peers = sequence = support.ulysses_size(actor)
         sizes = {"Ulysses": sequence, "shards": max(actor.fsdp_config.fsdp_size, 1)}
