@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_ba.aggregation import ALL_MODES, pool_mean_length, pool_mean_length_by_sign
-from verl_ba.loss_agg import count_by_sign, token_mean_length
+from verl_ba.loss_agg import ROUNDING, count_by_sign, largest_advantage, number, token_mean_length
 
 FORMS = ("response", "token")
 GROUP = 8
@@ -50,6 +50,7 @@ def paired(responses: int, tokens: int, pairs: int, form: str) -> dict[str, list
     log_prob = -torch.rand(responses, tokens)
     old = log_prob + 0.1 * torch.randn_like(log_prob)
     group = torch.arange(responses) // GROUP
+    floor = ROUNDING * largest_advantage(mask, advantage)
     by_sign = pool_mean_length_by_sign("balanced", count_by_sign(mask, advantage), group)
     loss = core_algos.get_policy_loss_fn("vanilla")
     info = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": responses}
@@ -60,7 +61,7 @@ def paired(responses: int, tokens: int, pairs: int, form: str) -> dict[str, list
         leaf = log_prob.clone().requires_grad_()
         start = time.perf_counter()
         if mode == "balanced":
-            column = by_sign.amax(1) if form == "response" else token_mean_length(by_sign, advantage)
+            column = by_sign.amax(1) if form == "response" else token_mean_length(by_sign, advantage, floor)
             config.global_batch_info["pool_mean_length"] = column
         value, _ = loss(old, leaf, advantage, mask, mode, config, None)
         value.backward()
@@ -136,8 +137,9 @@ def metrics_once(responses: int, sessions: bool) -> float:
     sign, length = torch.randint(-1, 2, (responses,)), torch.randint(1, 8192, (responses,))
     count = torch.zeros(responses, 3, dtype=torch.long).scatter_(1, sign[:, None] + 1, length[:, None])
     size = torch.rand(responses, dtype=torch.float64)
-    session = [str(i) for i in range(responses)] if sessions else None
-    update = Update([uid[i] for i in order], session, count, size, slice(0, responses))
+    session = torch.arange(responses) if sessions else None
+    group = number("uid", [uid[i] for i in order])
+    update = Update(group, session, count, size, ROUNDING * size, slice(0, responses))
     return 1e3 * best_of(5, lambda: update_metrics(update, "balanced"))
 
 
@@ -157,6 +159,7 @@ def by_sign(responses: int, tokens: int) -> float:
     mask, loss = torch.arange(tokens)[None] < length[:, None], torch.randn(MICRO_BATCH, tokens)
     arguments = {
         "advantages": advantages(MICRO_BATCH, tokens, "response").contiguous(),
+        "loss_agg_mode": "balanced",
         "log_prob": torch.randn(MICRO_BATCH, tokens),
         "old_log_prob": torch.randn(MICRO_BATCH, tokens),
         "config": types.SimpleNamespace(clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28),
@@ -166,7 +169,8 @@ def by_sign(responses: int, tokens: int) -> float:
     seconds = []
     for _ in range(50):
         start = time.perf_counter()
-        with record.training(), record.record(entropy=False) as recorded:  # noqa: SIM117
+        run = record.Training("balanced", ranks=1)
+        with record.training(run), record.record(entropy=False) as recorded:  # noqa: SIM117
             with record.policy_loss("vanilla", (), arguments):
                 record.see(loss, mask, lambda matrix: (torch.where(mask, matrix, 0.0).sum(1) * weight).sum())
         assert recorded is not None

@@ -43,6 +43,18 @@ SIGNS = (-1, 0, 1)
 COLUMN = "pool_mean_length"
 """Name of the column in the batch, of its entry in `global_batch_info`, and of the argument of `agg_loss`."""
 
+FLOOR = "zero_advantage"
+"""Name of the column with the largest |advantage| that counts as zero in each row."""
+
+ROUNDING = 1e-5
+"""The part of a group's largest |advantage| up to which an advantage is zero.
+
+An advantage is a difference of rewards, (r - mean) / std, in float32. Where the reward is the mean, rounding leaves about
+1e-7 of the rewards' size: rewards .1, .3 and six times .2 give advantages -1.87, 1.87 and six times -2.8e-7. One part in
+100,000 covers rewards that are up to some fifty times as large as their spread in the group. A response that is really this
+near to the mean adds nothing to the gradient; with rewards 0 and 1 there is none in groups of fewer than 100,000.
+"""
+
 Labels = Sequence[Hashable] | torch.Tensor
 MeanLength = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -128,17 +140,19 @@ class Update:
     """The rows of one update on all data-parallel ranks, in rank order, and which of them are this rank's.
 
     Attributes:
-        uid: the prompt of each row.
-        session: the rollout of each row within its prompt; None where verl has no `session_id`.
+        group_B: the number of each row's prompt, from 0.
+        session_B: the number of each row's rollout within its prompt; None where verl has no `session_id`.
         count_BS: valid tokens of each row by the sign of their advantage [tokens].
         size_B: mean of |advantage| over the row's valid tokens.
+        floor_B: the |advantage| up to which the sign of a token is zero.
         local: this rank's rows.
     """
 
-    uid: list
-    session: list | None
+    group_B: torch.Tensor
+    session_B: torch.Tensor | None
     count_BS: torch.Tensor
     size_B: torch.Tensor
+    floor_B: torch.Tensor
     local: slice
 
 
@@ -161,18 +175,79 @@ def gather(data: Any, dp_group: Any = None) -> Update:
     except Exception as error:  # an exception of an unknown class may not survive the way to the other ranks
         mine = RuntimeError(f"{type(error).__name__}: {error}")
     shares, rank = all_gather(mine, dp_group)
+    return update_of(shares, rank)
+
+
+def update_of(shares: list, rank: int) -> Update:
+    """The rows of all ranks together, from what `rows_of` returned or raised on each of them.
+
+    A row whose largest |advantage| is zero up to rounding, relative to its group's largest, has sign zero.
+
+    Raises:
+        Exception: the first of `shares` that is one.
+        ValueError: a `session_id` that the trainer did not set.
+    """
     for share in shares:
         if isinstance(share, Exception):
             raise share
-    uid, session = ([value for share in shares for value in share[name]] for name in ("uid", "session_id"))
+    uid, session, size, largest = (
+        [value for share in shares for value in share[name]] for name in ("uid", "session_id", "size", "largest")
+    )
+    count_BS = torch.cat([torch.tensor(share["count"]) for share in shares], dim=1).T
+    size_B, largest_B = (torch.tensor(column, dtype=torch.float64) for column in (size, largest))
+    group_B = number("uid", uid)
+    session_B = number("session_id", session) if session else None
+    rounded_B = zero_up_to_rounding(largest_B, group_B)
+    count_BS[rounded_B] = count_BS[rounded_B].sum(1, keepdim=True) * torch.tensor([0, 1, 0])
+    if session_B is not None and not all(share["session_set"] for share in shares):
+        _refuse_sessions_of_the_data(group_B, session_B, count_BS, size_B)
     start = sum(len(share["uid"]) for share in shares[:rank])
     return Update(
-        uid,
-        session or None,
-        torch.cat([torch.tensor(share["count"]) for share in shares], dim=1).T,
-        torch.cat([torch.tensor(share["size"], dtype=torch.float64) for share in shares]),
+        group_B,
+        session_B,
+        count_BS,
+        size_B,
+        torch.where(rounded_B, largest_B, ROUNDING * largest_B),
         slice(start, start + len(shares[rank]["uid"])),
     )
+
+
+def zero_up_to_rounding(size_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
+    """Which advantages are zero up to rounding, relative to the largest of their group: bool [B].
+
+    Args:
+        size_B: |advantage| of each response, the largest of its tokens; 0 for an empty response.
+        group_B: int64, numbered from 0.
+    """
+    if len(group_B) == 0:
+        return torch.zeros(0, dtype=torch.bool)
+    scale = torch.zeros(int(group_B.max()) + 1, dtype=size_B.dtype).scatter_reduce_(0, group_B, size_B, "amax")
+    return size_B <= ROUNDING * scale[group_B]
+
+
+def _refuse_sessions_of_the_data(
+    group_B: torch.Tensor, session_B: torch.Tensor, count_BS: torch.Tensor, size_B: torch.Tensor
+) -> None:
+    """Raise ValueError if `session_id` makes one response of every group, though responses differ in their advantage.
+
+    verl's v1 trainer sets `session_id`, and hands over nested rows. The others do not: there it is a column of the data
+    set, and if that is constant within a prompt, every pool would silently be a whole group.
+    """
+    filled = count_BS.any(1)
+    group, session = group_B[filled], session_B[filled]
+    value = (size_B * (count_BS.argmax(1) - 1))[filled]  # of the sign of most of its tokens
+    several = torch.bincount(group) > 1
+    low, high = (torch.zeros(len(several), dtype=torch.float64) for _ in range(2))
+    low.scatter_reduce_(0, group, value, "amin", include_self=False)
+    high.scatter_reduce_(0, group, value, "amax", include_self=False)
+    differ = high - low > ROUNDING * torch.maximum(high.abs(), low.abs())
+    sessions = torch.bincount(torch.unique(torch.stack([group, session]), dim=1)[0], minlength=len(several))
+    if bool((several & differ).any()) and bool((sessions[several] == 1).all()):
+        raise ValueError(
+            "session_id: the same within every prompt, so that all responses to a prompt would count as one rollout, "
+            "though they differ in their advantage. Expected the number of the rollout within its prompt, as verl's v1 "
+            "trainer sets it, or no such column; rename the column of the data set, or of extra_fields, that has this name"
+        )
 
 
 def column(loss_agg_mode: str, update: Update) -> torch.Tensor:
@@ -185,17 +260,20 @@ def column(loss_agg_mode: str, update: Update) -> torch.Tensor:
     Raises:
         ValueError: the mode's function returned another shape, or a length that is not positive and finite.
     """
-    group_B = number("uid", update.uid)
-    session_B = None if update.session is None else number("session_id", update.session)
-    mean_length_BS = mean_length_of_rows(LOSS_AGG_REGISTRY[loss_agg_mode], update.count_BS, group_B, session_B)
+    mean_length_BS = mean_length_of_rows(
+        LOSS_AGG_REGISTRY[loss_agg_mode], update.count_BS, update.group_B, update.session_B
+    )
     mean_length_B = mean_length_BS.amax(dim=1)
     one_number_per_row = bool(((mean_length_BS == mean_length_B[:, None]) | (update.count_BS == 0)).all())
     return (mean_length_B if one_number_per_row else mean_length_BS)[update.local]
 
 
 def compute_pool_mean_length(loss_agg_mode: str, data: Any, dp_group: Any = None) -> dict[str, torch.Tensor]:
-    """The column that `update_actor` adds to the batch: `gather` and `column` for a registered mode, nothing for others."""
-    return {COLUMN: column(loss_agg_mode, gather(data, dp_group))} if loss_agg_mode in LOSS_AGG_REGISTRY else {}
+    """The columns that `update_actor` adds to the batch for a registered mode: `column` and `FLOOR`. Nothing for others."""
+    if loss_agg_mode not in LOSS_AGG_REGISTRY:
+        return {}
+    update = gather(data, dp_group)
+    return {COLUMN: column(loss_agg_mode, update), FLOOR: update.floor_B[update.local]}
 
 
 def mean_length_of_rows(
@@ -278,8 +356,9 @@ def _renumber(code_B: torch.Tensor) -> torch.Tensor:
 def rows_of(data: Any) -> dict[str, list]:
     """What the other ranks need to know of this rank's rows, as plain Python lists.
 
-    `uid`; `session_id`, empty if there is none; `count`, three lists of valid tokens per row, by the sign of their
-    advantage; and `size`, the row's mean |advantage|.
+    `uid`; `session_id`, empty if there is none; `session_set`, whether rows have the form of a trainer that sets it;
+    `count`, three lists of valid tokens per row, by the sign of their advantage; `size` and `largest`, the mean and the
+    largest |advantage| of the row's valid tokens.
 
     Raises: as `gather`.
     """
@@ -294,14 +373,20 @@ def rows_of(data: Any) -> dict[str, list]:
     for name, values in rows.items():
         if name in data and len(values) != mask_BT.shape[0]:
             raise ValueError(f"{name}: expected one entry per row, {mask_BT.shape[0]}; got {len(values)}")
-    count_BS = count_by_sign(mask_BT, advantage_BT)
+    largest_B = largest_advantage(mask_BT, advantage_BT)
+    count_BS = count_by_sign(mask_BT, advantage_BT, largest_B)
     size = torch.where(unpadded(mask_BT).bool(), unpadded(advantage_BT), 0.0).abs()
     size_B = row_sum(size, mask_BT, torch.float64) / count_BS.sum(1).clamp(min=1)
-    return rows | {"count": count_BS.T.tolist(), "size": size_B.tolist()}
+    return rows | {
+        "session_set": bool(data["response_mask"].is_nested),
+        "count": count_BS.T.tolist(),
+        "size": size_B.tolist(),
+        "largest": largest_B.tolist(),
+    }
 
 
-def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:
-    """Valid tokens of each response with negative, zero and positive advantage: int64 [B, S], in the order of `SIGNS`.
+def largest_advantage(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:
+    """The largest |advantage| of each row's valid tokens, 0 where there are none: float64 [B].
 
     Both padded, or both nested (jagged) with the same offsets.
 
@@ -310,7 +395,27 @@ def count_by_sign(mask_BT: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Te
     mask, advantage = unpadded(mask_BT).bool(), unpadded(advantage_BT)
     if not bool((advantage.isfinite() | ~mask).all()):
         raise ValueError("advantages: nan or inf at a valid token; check the rewards of this step")
-    sides = (mask, mask & (advantage < 0), mask & (advantage > 0))
+    size = torch.where(mask, advantage, 0.0).abs()
+    if mask_BT.is_nested:
+        return torch.segment_reduce(size, "max", lengths=row_lengths(mask_BT), unsafe=True, initial=0).double()
+    return size.amax(-1).double()
+
+
+def count_by_sign(
+    mask_BT: torch.Tensor, advantage_BT: torch.Tensor, largest_B: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Valid tokens of each response with negative, zero and positive advantage: int64 [B, S], in the order of `SIGNS`.
+
+    An advantage that is zero up to rounding, relative to the largest of its row, counts as zero.
+
+    Args:
+        mask_BT, advantage_BT: as in `largest_advantage`, which raises what is wrong with them.
+        largest_B: what it returned, if it was called already.
+    """
+    floor_B = ROUNDING * (largest_advantage(mask_BT, advantage_BT) if largest_B is None else largest_B)
+    mask, advantage = unpadded(mask_BT).bool(), unpadded(advantage_BT)
+    floor = (floor_B.repeat_interleave(row_lengths(mask_BT)) if mask_BT.is_nested else floor_B[:, None]).to(advantage)
+    sides = (mask, mask & (advantage < -floor), mask & (advantage > floor))
     tokens, negative, positive = (row_sum(side, mask_BT) for side in sides)
     return torch.stack([negative, tokens - negative - positive, positive], dim=1).long()
 
@@ -328,14 +433,19 @@ def padded(rows: torch.Tensor) -> torch.Tensor:
     return pad_sequence(list(rows.unbind()), batch_first=True) if rows.is_nested else rows
 
 
-def row_sum(value: torch.Tensor, like: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def row_lengths(nested: Any) -> torch.Tensor:
+    """Entries of each row of a nested tensor, int64 [B]."""
+    return nested.offsets().diff()
+
+
+def row_sum(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Sum over each row: [B]. `value` is `unpadded`, with the rows of `like`.
 
     Padding nested rows would take three times as long. float32 counts exactly up to 2^24, and sums booleans ten times as
     fast as int64.
     """
     if like.is_nested:
-        return torch.segment_reduce(value.to(dtype), "sum", lengths=like.offsets().diff(), unsafe=True)
+        return torch.segment_reduce(value.to(dtype), "sum", lengths=row_lengths(like), unsafe=True)
     return value.sum(-1, dtype=dtype)
 
 
@@ -386,14 +496,23 @@ def loss_agg_info(loss_agg_mode: str, data: Any) -> dict[str, torch.Tensor]:
         return {}
     mean_length = data[COLUMN]
     if mean_length.ndim == 2:
-        mean_length = token_mean_length(mean_length, padded(data["advantages"]))
+        mean_length = token_mean_length(mean_length, padded(data["advantages"]), data[FLOOR])
     return {COLUMN: mean_length}
 
 
-def token_mean_length(mean_length_BS: torch.Tensor, advantage_BT: torch.Tensor) -> torch.Tensor:
-    """Each token's entry of [B, S] lengths, looked up by the sign of its own advantage: [B, T] [tokens]."""
-    column_BT = 1 + (advantage_BT > 0).long() - (advantage_BT < 0).long()  # a nan, at a masked position, reads zero's
-    return mean_length_BS.gather(1, column_BT)
+def token_mean_length(mean_length_BS: torch.Tensor, advantage_BT: torch.Tensor, floor_B: torch.Tensor) -> torch.Tensor:
+    """Each token's entry of [B, S] lengths, looked up by the sign of its own advantage: [B, T] [tokens].
+
+    Args:
+        floor_B: the |advantage| up to which the sign is zero.
+    """
+    return mean_length_BS.gather(1, 1 + signs(advantage_BT, floor_B))
+
+
+def signs(advantage_BT: torch.Tensor, floor_B: torch.Tensor) -> torch.Tensor:
+    """The sign of each token's advantage: int64 [B, T]; a nan, at a masked position, has zero's."""
+    floor = floor_B[:, None].to(advantage_BT)  # in the advantages' precision, as `count_by_sign` compares them
+    return (advantage_BT > floor).long() - (advantage_BT < -floor).long()
 
 
 def agg_registered_loss(
@@ -414,7 +533,11 @@ def agg_registered_loss(
             "update must go through ActorRolloutRefWorker.update_actor. Counts of the micro-batch alone would train "
             "something else, so there is no fallback"
         )
-    return aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+    value = aggregate(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size)
+    call = _running.get()
+    if call is not None and loss_agg_mode == call.mode and value.requires_grad:  # not what is only logged
+        call.aggregated.append((value, value.grad_fn))
+    return value
 
 
 def aggregate(
@@ -474,6 +597,8 @@ class _PolicyLossCall:
     mode: str
     takes_over: bool  # the loss names another mode itself, and `mode` takes its place
     asked: list[str] = field(default_factory=list)  # the modes by which its per-token losses were aggregated
+    # what `mode` made of them, and where it stands in the graph: a later change in place moves the tensor, not the node
+    aggregated: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
 
 _running: ContextVar[_PolicyLossCall | None] = ContextVar("policy_loss_call", default=None)
@@ -514,19 +639,49 @@ def checked_policy_loss(name: str, function: Callable, takes_over: bool = False)
             result = function(*args, **kwargs)
         finally:
             _running.reset(token)
-        if mode not in call.asked:
-            did = (
-                f"called agg_loss with loss_agg_mode={', '.join(call.asked)}" if call.asked else "never called agg_loss"
-            )
+        did = _goes_past(call, result)
+        if did:
             raise ValueError(
                 f"policy loss {name!r} ({_qualified(function)}) ignores actor_rollout_ref.actor.loss_agg_mode={mode}: it "
-                f"{did}, so its per-token losses were averaged by a rule of its own, which may also depend on the "
+                f"{did}, so its per-token losses are weighed by a rule of its own, which may also depend on the "
                 "micro-batch. In the loss, return verl.trainer.ppo.core_algos.agg_loss(loss_mat=…, "
                 "loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info) of the per-token "
                 "losses; or use one of verl's own modes"
             )
         if outer is not None:  # a policy loss that calls another
             outer.asked += call.asked
+            outer.aggregated += call.aggregated
         return result
 
     return policy_loss
+
+
+def _goes_past(call: _PolicyLossCall, result: Any) -> str:
+    """How the loss went past the aggregation, a clause that follows 'it'; '' if its gradient comes from there alone.
+
+    Every path in the graph from what it returned to a parameter must go through a value that `agg_loss` made under the mode,
+    and one such value must be in it as it is. So a call for a metric or a term of zero beside a mean of its own is noticed.
+    What is done to the per-token losses before they are aggregated is the loss's own affair, and not looked at.
+    """
+    if call.mode not in call.asked:
+        return f"called agg_loss with loss_agg_mode={', '.join(call.asked)}" if call.asked else "never called agg_loss"
+    value = result[0] if isinstance(result, tuple) else result
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return ""  # nothing is trained
+    through = {node for _, node in call.aggregated}
+    if value.grad_fn in through:
+        return ""
+    nodes, seen = [value.grad_fn], set(through)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:  # a parameter
+            return "returned a value whose gradient does not come from what agg_loss returned alone"
+        nodes += [other for other, _ in node.next_functions]
+    tensors = [tensor for tensor, _ in call.aggregated]
+    slopes = torch.autograd.grad(value, tensors, retain_graph=True, allow_unused=True)
+    if not any(slope is not None and bool(slope == 1) for slope in slopes):
+        return "returned what agg_loss returned times a factor"
+    return ""

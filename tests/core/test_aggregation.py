@@ -269,7 +269,7 @@ def test_token_level_form_worked_by_hand():
     for got, row in zip(mean_length.tolist(), expected, strict=True):
         assert got == pytest.approx(row, rel=TIGHT)
     assert (counts / mean_length.clamp(min=1e-9)).sum().item() == pytest.approx(4, rel=TIGHT)
-    per_token = token_mean_length(mean_length, advantage)
+    per_token = token_mean_length(mean_length, advantage, torch.zeros(len(advantage)))
     assert per_token[1, :3].tolist() == pytest.approx([positive, negative, negative], rel=TIGHT)
     assert per_token[3, :2].tolist() == pytest.approx([2, 2], rel=TIGHT)
     # Without signs a response is a response: three of nine tokens, one of two.
@@ -302,7 +302,10 @@ def test_token_level_sum_rule_and_literal_reference(batch, mode, seed, with_sess
     assert share.sum().item() == pytest.approx(int(mask.any(1).sum()), rel=TIGHT, abs=TIGHT)
 
     got = loss_and_gradient(
-        lambda x: aggregate(x, mask, token_mean_length(mean_length, advantage), len(groups)), token_loss
+        lambda x: aggregate(
+            x, mask, token_mean_length(mean_length, advantage, torch.zeros(len(advantage))), len(groups)
+        ),
+        token_loss,
     )
     weights = reference.token_weights(mode, advantage.tolist(), mask.tolist(), groups, session)
     weights = torch.tensor(weights, dtype=torch.float64)
@@ -319,7 +322,8 @@ def test_token_level_form_of_one_sign_per_response_is_the_response_form_to_the_b
     mean_length = pool_mean_length(mode, mask.sum(-1), groups, signs)
     assert torch.equal(by_sign.amax(1), mean_length)
     got = loss_and_gradient(
-        lambda x: aggregate(x, mask, token_mean_length(by_sign, advantage), len(groups)), token_loss
+        lambda x: aggregate(x, mask, token_mean_length(by_sign, advantage, torch.zeros(len(advantage))), len(groups)),
+        token_loss,
     )
     assert_equal(got, loss_and_gradient(lambda x: aggregate(x, mask, mean_length, len(groups)), token_loss))
 

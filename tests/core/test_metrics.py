@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from verl_ba.aggregation import ALL_MODES
-from verl_ba.metrics import METRICS, REWARD_ERRORS, SIGN_METRICS, balance_metrics, metrics_markdown, weights
+from verl_ba.metrics import (
+    APPLIED_RESIDUAL,
+    METRICS,
+    REWARD_ERRORS,
+    SIGN_METRICS,
+    balance_metrics,
+    metrics_markdown,
+    weights,
+)
 from verl_ba.metrics.__main__ import example_markdown
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -113,7 +121,7 @@ def test_ten_tokens_against_a_thousand():
 def test_the_table_lists_every_metric_and_no_other():
     batch = random_batch(1)
     assert len({m.name for m in METRICS}) == len(METRICS)
-    names = {m.name for m in METRICS if m not in (*SIGN_METRICS, REWARD_ERRORS)}
+    names = {m.name for m in METRICS if m not in (APPLIED_RESIDUAL, REWARD_ERRORS, *SIGN_METRICS)}
     listed = {n.replace("<mode>", mode) for n in names for mode in ("active", *ALL_MODES)}
     got = balance_metrics(*batch, active_mode="balanced")
     assert set(got) == {f"balance/{name}" for name in listed}

@@ -66,15 +66,15 @@ MUTATIONS = (
     ),
     Mutation(
         "every rank takes the first rank's rows",
-        "gather",
+        "update_of",
         'start = sum(len(share["uid"]) for share in shares[:rank])',
         "start = 0",
     ),
     Mutation(
         "groups are taken by position",
-        "column",
-        'number("uid", update.uid)',
-        'number("uid", [i // 2 for i in range(len(update.uid))])',
+        "update_of",
+        'number("uid", uid)',
+        'number("uid", [i // 2 for i in range(len(uid))])',
     ),
     Mutation("pools are batch-wide", "balanced_mean_length", "group[:, None] * len(SIGNS) +", "0 * group[:, None] +"),
     Mutation(
@@ -122,10 +122,13 @@ MUTATIONS = (
     Mutation(
         "a token of advantage zero reads the negative entry",
         "token_mean_length",
-        "1 + (advantage_BT > 0).long() - (advantage_BT < 0).long()",
-        "2 * (advantage_BT > 0).long()",
+        "1 + signs(advantage_BT, floor_B)",
+        "2 * (advantage_BT > floor_B[:, None]).long()",
     ),
-    Mutation("sessions are ignored", "gather", "session or None", "None"),
+    Mutation("sessions are ignored", "update_of", 'number("session_id", session) if session', "None if session"),
+    Mutation("a row is not compared with its group", "update_of", "count_BS[rounded_B] = ", "_ = "),
+    Mutation("a token is not compared with its row", "count_by_sign", "floor_B = ROUNDING *", "floor_B = 0 *"),
+    Mutation("a token reads by its exact sign", "token_mean_length", "floor_B))", "0 * floor_B))"),
     Mutation(
         "a session number means the same session in every group",
         "response_of_row",
@@ -148,7 +151,7 @@ MUTATIONS = (
     Mutation(
         "a response has the sign of its sum",
         "column",
-        "mean_length_BS = mean_length_of_rows(LOSS_AGG_REGISTRY[loss_agg_mode], update.count_BS,",
+        "mean_length_BS = mean_length_of_rows(\n        LOSS_AGG_REGISTRY[loss_agg_mode], update.count_BS,",
         "count_BS = update.count_BS\n"
         "    sign = (count_BS[:, 2] - count_BS[:, 0]).sign()\n"
         "    count_BS = torch.eye(3)[sign.long() + 1] * count_BS.sum(1, keepdim=True)\n"

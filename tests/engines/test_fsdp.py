@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from dev.engines import LAYOUTS, run
+from dev.engines import LAYOUTS, control, run
 from recipes import plan
 from verl_ba import support
 from verl_ba.tools import audit
@@ -81,10 +81,6 @@ def test_the_plan_refuses_what_the_engine_would_train_wrong():
 
 
 @pytest.mark.slow
-def test_the_control_ulysses_with_sdpa_trains_wrong_without_a_word(monkeypatch):
+def test_the_control_ulysses_with_sdpa_trains_wrong_without_a_word():
     """Why it is refused."""
-    monkeypatch.setattr(support, "WITHOUT_ULYSSES", ())
-    right = LAYOUTS["FSDP2, packed, Ulysses 2"]
-    overrides = tuple(text.replace("=packed", "=sdpa") for text in right.overrides)
-    (result,) = run(type(right)(2, overrides, right.cases[:1]))
-    assert result.gradient_error > 0.1
+    assert control().gradient_error > 0.1

@@ -63,7 +63,9 @@ def loss_through_verl(rollouts, mode, layout, config=None, rows=None, mean_lengt
     tokens = int(rollouts.mask.sum())
     harness.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=size or len(rollouts))
     if mode in MODES:
-        data[loss_agg.COLUMN] = harness.pool_lengths(mode, data) if mean_length is None else mean_length[rows]
+        harness.add_pool_lengths(mode, data)
+        if mean_length is not None:
+            data[loss_agg.COLUMN] = mean_length[rows]
     value, metrics = (loss or losses.ppo_loss)(config=config, model_output=output, data=data)
     return value, metrics, theta
 
@@ -161,7 +163,7 @@ def test_the_column_is_per_row_unless_a_row_has_tokens_of_two_pools(layout):
         # no token reads a zero: each valid token has a pool
         if dimensions == 2:
             advantage = harness.to_tensordict(rollouts, rows, "padded")["advantages"]
-            assert (token_mean_length(column, advantage) > 0)[rollouts.mask].all()
+            assert (token_mean_length(column, advantage, torch.zeros(8)) > 0)[rollouts.mask].all()
 
 
 def test_one_rank_with_two_signs_in_a_response_makes_every_ranks_column_per_token(monkeypatch):

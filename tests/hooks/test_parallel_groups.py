@@ -57,7 +57,7 @@ def error_on_this_rank(name: str, form: str, rank: int) -> float:
     assert len(column) == len(rows)
     if column.ndim == 1:
         column = column[:, None].expand(-1, 3)
-    got = token_mean_length(column, rollouts.advantage_BT[rows])
+    got = token_mean_length(column, rollouts.advantage_BT[rows], torch.zeros(len(rows)))
     expected = harness.token_weights(rollouts, MODE)[rows]
     valid = rollouts.mask[rows]
     return (1 / got - expected)[valid].abs().div(expected[valid]).max().item()

@@ -69,7 +69,7 @@ def run(rollouts, config, micro, layout="padded", add=None, loss=losses.ppo_loss
     for key, value in (add or {}).items():
         data[key] = value
     if config.loss_agg_mode in aggregation.MODES:
-        data[loss_agg.COLUMN] = harness.pool_lengths(config.loss_agg_mode, data)
+        harness.add_pool_lengths(config.loss_agg_mode, data)
     leaf = rollouts.theta.clone().requires_grad_()
     total, recorded = torch.zeros((), dtype=torch.float64), []
     original = core_algos.agg_loss
@@ -280,7 +280,7 @@ def test_lora_adapters_get_the_exact_gradient():
 
     config = harness.make_actor_config("balanced")
     data = harness.to_tensordict(rollouts, list(range(ROWS)), "nested")
-    data[loss_agg.COLUMN] = harness.pool_lengths("balanced", data)
+    harness.add_pool_lengths("balanced", data)
     total = [torch.zeros_like(p) for p in adapters]
     for start in range(0, ROWS, 5):
         part = harness.tu.index_select_tensor_dict(data, torch.arange(start, min(start + 5, ROWS)))
@@ -418,9 +418,57 @@ def no_batch_info(old_log_prob, log_prob, advantages, response_mask, loss_agg_mo
     return core_algos.agg_loss(per_token, response_mask, loss_agg_mode), {}
 
 
+def _beside(term):
+    """A registered loss that calls agg_loss as it should, and returns `term` of that, its own mean and the mask."""
+
+    def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+        per_token = -advantages * torch.exp(log_prob - old_log_prob)
+        own = (per_token * response_mask).sum() / response_mask.sum()
+
+        def aggregated(matrix):
+            return core_algos.agg_loss(matrix, response_mask, loss_agg_mode, **config.global_batch_info)
+
+        return term(aggregated, per_token, own), {}
+
+    return loss
+
+
+BESIDE = {
+    "test_metric_only": lambda agg, per_token, own: own if agg(per_token) is not None else None,
+    "test_metric_without_gradient": lambda agg, per_token, own: own if agg(per_token.detach()) is not None else None,
+    "test_zero_term": lambda agg, per_token, own: own + agg(0 * per_token),
+    "test_value_of_one_and_gradient_of_the_other": lambda agg, per_token, own: (
+        agg(per_token).detach() + own - own.detach()
+    ),
+    "test_a_factor": lambda agg, per_token, own: agg(per_token) * 0.5,
+    "test_a_term_more": lambda agg, per_token, own: agg(per_token) + 0.01 * agg(per_token**2),
+    "test_in_place": lambda agg, per_token, own: agg(per_token).sub_(0.01 * agg(per_token**2)),
+    "test_a_constant": lambda agg, per_token, own: agg(per_token) + own.detach(),
+}
+for _name, _term in BESIDE.items():
+    core_algos.register_policy_loss(_name)(_beside(_term))
+
+
+@pytest.mark.parametrize("name", ["test_a_term_more", "test_in_place", "test_a_constant"])
+def test_a_loss_of_several_aggregated_terms_runs(name):
+    rollouts = make_rollouts("response", filled=True)
+    _, gradient, _, leaf = run(rollouts, actor_config("balanced", name), 4)
+    per_token = -rollouts.advantage_BT * torch.exp(leaf - rollouts.old)
+    more = {"test_a_term_more": 0.01, "test_in_place": -0.01, "test_a_constant": 0.0}[name]
+    assert_same([gradient], [weighed(rollouts, "balanced", per_token + more * per_token**2, leaf)[1]])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        *(
+            (
+                name,
+                "ignores .*=balanced: it returned a value whose gradient does not come from what agg_loss returned alone",
+            )
+            for name in list(BESIDE)[:4]
+        ),
+        ("test_a_factor", "ignores .*=balanced: it returned what agg_loss returned times a factor"),
         (
             "test_local_mean",
             r"'test_local_mean' \(tests.hooks.test_policy_losses.local_mean\) ignores .*=balanced: it never called",

@@ -9,9 +9,9 @@ import verl  # noqa: F401  loads the plugin, as in any verl process
 from verl.utils.metric import Metric, reduce_metrics
 
 from tests.support import verl_harness as harness
-from verl_ba import aggregation, hooks, loss_agg, say
+from verl_ba import aggregation, hooks, say
 from verl_ba.hooks import log
-from verl_ba.metrics import METRICS, SIGN_METRICS, SIGN_NAMES, balance_metrics, record
+from verl_ba.metrics import APPLIED_RESIDUAL, METRICS, SIGN_METRICS, SIGN_NAMES, balance_metrics, record
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -43,6 +43,12 @@ def logged(
     torch.manual_seed(0)  # clip_cov picks tokens at random
     metrics = harness.update(worker, data, size, epochs, shuffle=mini_batches > 1)
     return reduce_metrics(py_functional.rename_dict(metrics, "actor/")), worker.engine.gradients
+
+
+def live_metrics(mode) -> set[str]:
+    """What only the losses of an update show."""
+    live = (APPLIED_RESIDUAL, *SIGN_METRICS) if mode in aggregation.MODES else SIGN_METRICS
+    return {f"balance/{m.name}" for m in live}
 
 
 def by_sign(metrics, name) -> dict[str, float]:
@@ -170,7 +176,7 @@ def test_the_rest_is_of_the_whole_batch_whatever_the_split(mode, sessions):
     )
     assert len(expected) > 40
     assert {k: got[k] for k in expected} == pytest.approx(expected, abs=1e-12)
-    assert {k for k in got if k.startswith("balance/")} - set(expected) == {f"balance/{m.name}" for m in SIGN_METRICS}
+    assert {k for k in got if k.startswith("balance/")} - set(expected) == live_metrics(mode)
 
 
 def test_modes_with_a_constant_divisor_give_each_sign_what_token_mean_does():
@@ -199,7 +205,7 @@ def test_advantages_that_change_sign_within_a_response_leave_whole_responses_out
     rollouts = harness.make_rollouts(4, groups=4, size=4, form="token")
     for _ in range(2):
         got, _ = logged(rollouts, "balanced")
-        assert {k for k in got if k.startswith("balance/")} == {f"balance/{m.name}" for m in SIGN_METRICS}
+        assert {k for k in got if k.startswith("balance/")} == live_metrics("balanced")
     said = "[verl_ba] no balance/… metrics of whole groups: advantages change sign within a response"
     assert capfd.readouterr().err.count(said) == 1
 
@@ -235,13 +241,13 @@ def test_losses_and_gradients_are_the_same_bits_with_and_without_metrics(monkeyp
 @pytest.mark.parametrize("field", ["uid", "advantages"])
 def test_a_batch_without_a_field_trains_under_verls_own_modes_and_says_once_what_is_missing(capfd, field):
     rollouts = harness.make_rollouts(1, groups=4, size=4)
-    rows_of = loss_agg.rows_of
+    rows_of = record.rows_of
 
     def without(data):
         return rows_of(data.exclude(field))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_agg, "rows_of", without)
+        patch.setattr(record, "rows_of", without)
         for _ in range(2):
             got, gradients = logged(rollouts, "token-mean")
     _, expected = logged(rollouts, "token-mean")
@@ -312,9 +318,11 @@ def test_verls_reduction_leaves_every_value_as_it_is():
 
 
 def test_a_metric_is_of_verls_class_and_reduced_like_the_policy_loss():
-    recorded = record.Record(entropy_expected=False)
+    recorded = record.Record(record.Training("balanced", ranks=1), entropy_expected=False)
     like = Metric(value=1.0, aggregation="sum")
     metrics = recorded.metrics(like)
+    assert metrics.pop("balance/sum/share") == [0.0, 0.0]  # once in an update: this rank has metrics
+    assert "balance/sum/share" not in recorded.metrics(like)
     assert len(metrics) == len(record.SUMS) * 3
     assert all(isinstance(m, Metric) and m.aggregation == like.aggregation for m in metrics.values())
 

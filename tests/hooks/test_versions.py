@@ -22,7 +22,7 @@ from tests.support import verl_harness as harness
 from verl_ba import hooks, loss_agg, releases, support
 from verl_ba.aggregation import ALL_MODES, MODES
 from verl_ba.hooks import attach, log
-from verl_ba.metrics import METRICS, REWARD_ERRORS, SIGN_NAMES
+from verl_ba.metrics import APPLIED_RESIDUAL, METRICS, REWARD_ERRORS, SIGN_NAMES
 
 ERRORS = hooks.load_seam_modules()
 RELEASE = releases.current()
@@ -147,7 +147,10 @@ def test_every_metric_is_logged_under_its_own_name(mode):
         assert logged["balance/responses"] == rollouts.mask.any(1).sum()
         modes = ("active", *ALL_MODES)
         assert {name for name in logged if "balance/" in name} == {
-            f"balance/{m.name.replace('<mode>', other)}" for m in METRICS if m != REWARD_ERRORS for other in modes
+            f"balance/{m.name.replace('<mode>', other)}"
+            for m in METRICS
+            for other in modes
+            if m is not REWARD_ERRORS and (m is not APPLIED_RESIDUAL or mode in MODES)
         }
     for name, module in list(sys.modules.items()):  # the trainers' own copies
         if name.startswith("verl.") and hasattr(module, "rename_dict"):

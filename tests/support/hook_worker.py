@@ -11,7 +11,7 @@ from verl.utils.metric import reduce_metrics
 from tests.support import verl_harness as harness
 from verl_ba import releases
 from verl_ba.aggregation import MODES
-from verl_ba.metrics import SIGN_METRICS, balance_metrics
+from verl_ba.metrics import APPLIED_RESIDUAL, SIGN_METRICS, balance_metrics
 
 
 def settings():
@@ -40,7 +40,10 @@ def metrics_error(rollouts: harness.Rollouts, mode: str, metrics: dict, form: st
         expected = balance_metrics(
             rollouts.mask.sum(1), rollouts.uid, sign, rollouts.advantage, rollouts.session or None, active_mode=active
         )
-    assert set(logged) == {*expected, *(f"balance/{m.name}" for m in SIGN_METRICS), "actor/pg_loss"}, sorted(logged)
+    live = (APPLIED_RESIDUAL, *SIGN_METRICS) if mode in MODES else SIGN_METRICS
+    assert set(logged) == {*expected, *(f"balance/{m.name}" for m in live), "actor/pg_loss"}, sorted(logged)
+    residual = logged.get("balance/active/applied_residual", 0.0)
+    assert residual < 1e-12, residual
     parts = sum(logged[f"balance/pg_loss/{sign}"] for sign in ("negative", "zero", "positive"))
     return max(abs(parts - logged["actor/pg_loss"]), *(abs(logged[k] - v) for k, v in expected.items()), 0.0)
 

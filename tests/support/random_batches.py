@@ -37,11 +37,14 @@ def draw(seed: int) -> SimpleNamespace:
         batch.group += [f"prompt-{g}"] * rng.randint(1, 4)
     pads = rng.choice((0, 0, 1, 2))
     rng.shuffle(batch.group)
+    if batch.sessions:  # padded rows in which each prompt has one session are refused
+        batch.group += ["two-sessions"] * 2
     batch.group += ["pad"] * pads
     rows = len(batch.group)
     dense = rng.choice((0.4, 0.8, 1.0))
     batch.mask = [[g != "pad" and rng.random() < dense for _ in range(batch.width)] for g in batch.group]
-    values = (-1.5, -0.3, 0.0, 0.2, 2.0) if rng.random() < 0.5 else (-1.0, 1.0)
+    # in the last, what rounding leaves of zero
+    values = rng.choice(((-1.5, -0.3, 0.0, 0.2, 2.0), (-1.0, 1.0), (-1.0, -2.8e-7, 0.0, 2e-8, 1.0)))
     batch.advantage = [
         [rng.choice(values) for _ in range(batch.width)]
         if batch.form == "token"
@@ -49,6 +52,11 @@ def draw(seed: int) -> SimpleNamespace:
         for _ in batch.group
     ]
     batch.session = [rng.randint(0, 2) for _ in batch.group] if batch.sessions else None
+    if batch.session:
+        first = batch.group.index("two-sessions")
+        batch.session[first : first + 2] = 0, 1
+        for mask in batch.mask[first : first + 2]:
+            mask[0] = True
     batch.loss = [[rng.gauss(0, 1) for _ in range(batch.width)] for _ in batch.group]
     for mask, advantage, loss in zip(batch.mask, batch.advantage, batch.loss, strict=True):
         for t, valid in enumerate(mask):
@@ -91,7 +99,7 @@ def loss_and_gradient(batch: SimpleNamespace) -> tuple[torch.Tensor, torch.Tenso
     for rank, (rows, share) in enumerate(zip(batch.shares, data, strict=True)):
         loss_agg.all_gather = lambda mine, group, rank=rank: (gathered, rank)
         try:
-            share[loss_agg.COLUMN] = harness.pool_lengths(batch.mode, share)
+            harness.add_pool_lengths(batch.mode, share)
         finally:
             loss_agg.all_gather = original
         for start in range(0, len(rows), batch.micro):

@@ -11,6 +11,23 @@ def sign_of(advantage: float) -> int:
     return 1 if advantage > 0 else -1 if advantage < 0 else 0
 
 
+def rounded_signs(advantage, mask, groups) -> list[list[int]]:
+    """The sign of every token, where rounding is no sign: one part in 100,000 of the largest valid one is zero.
+
+    A row is compared with its group, and a token with its row.
+    """
+    largest = [
+        max((abs(a) for a, m in zip(row, ms, strict=True) if m), default=0.0)
+        for row, ms in zip(advantage, mask, strict=True)
+    ]
+    signs = []
+    for row, group, mine in zip(advantage, groups, largest, strict=True):
+        scale = max(other for other, g in zip(largest, groups, strict=True) if g == group)
+        floor = mine if mine <= 1e-5 * scale else 1e-5 * mine
+        signs.append([0 if abs(a) <= floor else sign_of(a) for a in row])
+    return signs
+
+
 def token_sum(token_loss_row, mask_row):
     total = torch.zeros((), dtype=torch.float64)
     for loss, valid in zip(token_loss_row, mask_row, strict=True):
@@ -73,7 +90,7 @@ def token_weights(mode, advantage, mask, groups, sessions=None) -> list[list[flo
     """
     rows = range(len(groups))
     response = [(groups[i], i if sessions is None else sessions[i]) for i in rows]
-    sign = [[sign_of(a) for a in row] for row in advantage]
+    sign = rounded_signs(advantage, mask, groups)
     tokens = {}  # valid tokens of each (response, sign)
     for i in rows:
         for s, valid in zip(sign[i], mask[i], strict=True):

@@ -37,6 +37,8 @@ def draw(rng: random.Random, world: int) -> harness.Rollouts:
             rollouts.uid[i], rollouts.mask[i] = "pad", False
     if rng.random() < 0.4:
         rollouts.session = [rng.randint(0, 2) for _ in range(rows)]
+        # padded rows in which each prompt has one session are refused
+        rollouts.uid[1], rollouts.session[:2], rollouts.mask[:2, 0] = rollouts.uid[0], (0, 1), True
     if rng.random() < 0.3:  # a group without variance
         rollouts.advantage[[uid == rollouts.uid[0] for uid in rollouts.uid]] = 0.0
     if rng.random() < 0.5:

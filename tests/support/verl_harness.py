@@ -197,7 +197,15 @@ def pool_lengths(mode: str, data: TensorDict, dp_group=None) -> torch.Tensor:
     from verl_ba import aggregation, loss_agg
 
     with mock.patch.dict(loss_agg.LOSS_AGG_REGISTRY, aggregation.VERLS_MODES):
-        return loss_agg.column(mode, loss_agg.gather(data, dp_group))
+        return loss_agg.compute_pool_mean_length(mode, data, dp_group)[loss_agg.COLUMN]
+
+
+def add_pool_lengths(mode: str, data: TensorDict) -> None:
+    """Put the columns into the batch that the hook puts there."""
+    from verl_ba import aggregation, loss_agg
+
+    with mock.patch.dict(loss_agg.LOSS_AGG_REGISTRY, aggregation.VERLS_MODES):
+        data.update(loss_agg.compute_pool_mean_length(mode, data))
 
 
 def actor_of(worker):

@@ -229,9 +229,14 @@ def test_what_the_check_at_run_time_refuses_is_refused_here():
     assert "never called agg_loss" in message(report, "refused")
 
 
-@pytest.mark.parametrize("mode", ["balanced", "token-mean"])
-def test_a_local_mean_beside_the_mode_is_seen_which_the_check_at_run_time_cannot(mode):
-    report = audited(loss("test_mixed"), f"loss_agg_mode={mode}")
+def test_a_local_mean_beside_the_mode_is_refused_under_our_modes():
+    report = audited(loss("test_mixed"), "loss_agg_mode=balanced")
+    assert kinds(report) == {("policy loss", "refused")}
+    assert "does not come from what agg_loss returned alone" in message(report, "refused")
+
+
+def test_a_local_mean_beside_verls_mode_is_seen():
+    report = audited(loss("test_mixed"))
     assert kinds(report) == {("policy loss", "split"), ("policy loss", "rule")}
     assert row(report).formula.endswith(" + 0.01 · Σ m·ℓ / N_micro / R")
     assert "adds 0.01 × a mean by tokens of the micro-batch" in message(report, "rule")
@@ -256,18 +261,14 @@ def test_the_constant_divisor_is_the_longest_response_of_the_micro_batch_unless_
 
 def test_counts_of_the_micro_batch_in_agg_loss_are_seen(monkeypatch):
     """The auditor must not take our own hooks' word for it."""
-    from verl.trainer.ppo import core_algos
-    from verl.workers.utils import losses
 
-    def local(loss_mat, loss_mask, loss_agg_mode, dp_size=1, global_batch_size=None, pool_mean_length=None, **counts):
-        loss_agg.enter_agg_loss(loss_agg_mode)  # as the wrapper does: the policy loss is not told that it is ignored
+    def local(loss_mat, loss_mask, pool_mean_length, global_batch_size, dp_size=1):
         length = loss_mask.sum(1).double()
         sign = [int(row[mask].sum().sign()) for row, mask in zip(loss_mat.detach(), loss_mask.bool(), strict=True)]
         mean = aggregation.pool_mean_length("balanced", length, list(range(len(length))), sign)
         return aggregation.aggregate(loss_mat, loss_mask, mean.clamp(min=1), len(loss_mask), dp_size)
 
-    for module in (core_algos, losses):
-        monkeypatch.setattr(module, "agg_loss", local)
+    monkeypatch.setattr(loss_agg, "aggregate", local)
     report = audited.__wrapped__("loss_agg_mode=balanced", "entropy_coeff=0.01")
     assert {("policy loss", "split"), ("entropy", "split")} <= kinds(report)
     assert "_micro" in row(report).formula
@@ -286,9 +287,16 @@ def test_the_batch_has_holes_with_numbers_behind_them():
 
 
 @pytest.mark.parametrize("trainer", ["True", "False"])
-@pytest.mark.parametrize("name", ["test_penalty", "test_tool_tokens", "test_value_only"])
-def test_masked_tokens_with_weight_are_a_fault(name, trainer):
-    report = audited(loss(name), "loss_agg_mode=balanced", f"trainer.use_v1={trainer}")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("test_penalty", "token-mean"),  # under balanced both are refused, as their gradient goes past agg_loss
+        ("test_tool_tokens", "token-mean"),
+        ("test_value_only", "balanced"),
+    ],
+)
+def test_masked_tokens_with_weight_are_a_fault(name, mode, trainer):
+    report = audited(loss(name), f"loss_agg_mode={mode}", f"trainer.use_v1={trainer}")
     assert ("policy loss", "masked") in kinds(report)
     assert "tool output, have weight" in message(report, "masked")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ba.hooks.attach import Seam
 from verl_ba.hooks.update import ROW_COLUMN
-from verl_ba.loss_agg import COLUMN, loss_agg_info
+from verl_ba.loss_agg import COLUMN, FLOOR, loss_agg_info
 from verl_ba.metrics import record
 
 
@@ -28,7 +28,8 @@ def wrap_loss(original: Callable) -> Callable:
             with column_in_global_batch_info(bound):
                 return original(*args, **kwargs)
         entropy = bound["model_output"].get("entropy") is not None
-        with column_in_global_batch_info(bound), record.record(entropy) as recorded:
+        floor_B = bound["data"].get(FLOOR, None)
+        with column_in_global_batch_info(bound), record.record(entropy, floor_B) as recorded:
             value, metrics = original(*args, **kwargs)
         if recorded is not None:
             with record.guard("by the sign of the advantage"):

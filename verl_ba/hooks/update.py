@@ -7,7 +7,6 @@ Where advantages change sign within a response (a critic, process rewards, disco
 row, one per sign.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 
@@ -15,10 +14,24 @@ import torch
 
 from verl_ba.hooks.attach import Seam
 from verl_ba.hooks.state import describe, verify
-from verl_ba.loss_agg import COLUMN, LOSS_AGG_REGISTRY, column, gather
+from verl_ba.loss_agg import COLUMN, FLOOR, LOSS_AGG_REGISTRY, column, gather
 from verl_ba.metrics import record
 from verl_ba.say import say
 from verl_ba.support import MODE_KEY
+
+
+def announce(mode: str) -> None:
+    """Once, before the first update under one of our modes: check what is attached, and say it.
+
+    Raises:
+        SeamError: something is not attached.
+        ValueError: VERL_BA_STRICT=1 without the metrics that it needs.
+    """
+    verify()
+    if record.strict() and not record.enabled():
+        raise ValueError("VERL_BA_STRICT=1 needs the metrics of each update, which VERL_BA_METRICS=0 switches off")
+    say(f"rank {torch.distributed.get_rank()}: {MODE_KEY}={mode}; {describe()}")
+
 
 ROW_COLUMN = "verl carries per-response lengths or loss weights from the trainer to the loss (verl PR 7580 is near it)"
 
@@ -30,24 +43,20 @@ def wrap_update_actor(original: Callable) -> Callable:
     @functools.wraps(original)
     def update_actor(self, data):
         mode = self.config.actor.loss_agg_mode
-        ours = mode in LOSS_AGG_REGISTRY
-        if not (ours or record.enabled()):
-            return original(self, data)
-        if ours and not getattr(self, "_verl_ba_announced", False):
-            verify()
-            say(f"rank {torch.distributed.get_rank()}: {MODE_KEY}={mode}; {describe()}")
-            self._verl_ba_announced = True
-        update = None
-        # Under verl's own modes only metrics need the update's rows.
-        with contextlib.nullcontext() if ours else record.guard("of whole groups"):
-            update = gather(data, self.actor.engine.get_data_parallel_group())
-        if ours and update is not None:
-            data[COLUMN] = column(mode, update)
-        with record.training():
+        ours, update = mode in LOSS_AGG_REGISTRY, None
+        dp_group = self.actor.engine.get_data_parallel_group() if ours or record.enabled() else None
+        if ours:
+            if not getattr(self, "_verl_ba_announced", False):
+                announce(mode)
+                self._verl_ba_announced = True
+            update = gather(data, dp_group)
+            data[COLUMN], data[FLOOR] = column(mode, update), update.floor_B[update.local]
+        run = record.begin(data, mode, dp_group, update)
+        with record.training(run):
             output = original(self, data)
-        if output is not None and record.enabled():  # verl's output is None where a rank has no metrics
-            with record.guard("at all"):
-                record.add_metrics(output.get_non_tensor("metrics"), update, mode)
+        if output is not None:  # verl's output is None where a rank has no metrics
+            metrics = output.get_non_tensor("metrics")
+            run.add_metrics(metrics) if run else record.take_sums(metrics)
         return output
 
     # verl's bridge, which fetches a remote call's batch, is inside of `original`. In front of the wrapper stands another

@@ -1,6 +1,7 @@
 """What is logged under `balance/`: its definitions, the weights that it follows from, and how a run records it."""
 
 from verl_ba.metrics.definitions import (
+    APPLIED_RESIDUAL,
     METRICS,
     PREFIX,
     REWARD_ERRORS,
@@ -12,6 +13,7 @@ from verl_ba.metrics.definitions import (
 from verl_ba.metrics.weights import balance_metrics, statistics_of
 
 __all__ = [
+    "APPLIED_RESIDUAL",
     "METRICS",
     "PREFIX",
     "REWARD_ERRORS",

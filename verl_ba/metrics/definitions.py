@@ -59,6 +59,14 @@ REWARD_ERRORS = Metric(
     "0; the log has the exceptions",
 )
 """Logged by the driver, which alone knows of them."""
+APPLIED_RESIDUAL = Metric(
+    "active/applied_residual",
+    "ratio",
+    "under our modes: the weights that `agg_loss` really applied, summed over micro-batches, ranks and mini-batches as the "
+    "losses are; |their sum − rows that are not empty| over the latter",
+    "below 1e-6, in bfloat16 below 0.06: else the log warns, and `VERL_BA_STRICT=1` ends the run",
+)
+"""Of the losses of an update, too."""
 
 METRICS = (
     Metric("responses", "responses", "responses with at least one valid token", "constant"),
@@ -134,6 +142,7 @@ METRICS = (
         "below 1e-9: the weights are a true weighted mean",
     ),
     REWARD_ERRORS,
+    APPLIED_RESIDUAL,
     *SIGN_METRICS,
 )
 """Every metric that is logged, without the prefix `balance/`; `balance_metrics` returns all but those above."""

@@ -87,7 +87,7 @@ def _attached() -> Report:
         if fault:
             faults.append(f"{seam.name}: {said if error else fault}")
     faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
-    return Report(__version__, version, platform.python_version(), faults, rows, _attention_warnings())
+    return Report(__version__, version, platform.python_version(), faults, rows, warnings=_attention_warnings())
 
 
 def _attention_warnings() -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl_ba.aggregation import ALL_MODES
+from verl_ba.loss_agg import zero_up_to_rounding
 from verl_ba.metrics.weights import EQUAL_ADVANTAGES, fold, group_sums, response_weights, statistics
 from verl_ba.tools.analysis.estimate import Estimate
 from verl_ba.tools.analysis.rollouts import Rollouts
@@ -98,7 +99,8 @@ def weigh(
     """
     rng = np.random.default_rng(seed)
     value = advantages(rollouts.score, rollouts.group, advantage)
-    sign = np.sign(value).astype(np.int64)
+    rounded = zero_up_to_rounding(torch.from_numpy(np.abs(value)), torch.from_numpy(rollouts.group.astype(np.int64)))
+    sign = np.where(rounded.numpy(), 0, np.sign(value)).astype(np.int64)
     response_step = rollouts.group_step[rollouts.group]
     token_weight = {mode: np.zeros(len(value)) for mode in ALL_MODES}  # per token, 1 for the batch's average token
     steps, sums_of_steps, groups_of_steps = {}, [], []

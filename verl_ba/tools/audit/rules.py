@@ -99,7 +99,7 @@ def _lengths(batch: Batch, split: Split, scale: float | None) -> dict[tuple[str,
             column = torch.zeros_like(own)
             for rows in places:
                 mean_BS = pool_mean_length_by_sign(mode, signs[rows], [batch.uid[i] for i in rows])
-                column[rows] = token_mean_length(mean_BS, batch.advantage[rows])
+                column[rows] = token_mean_length(mean_BS, batch.advantage[rows], torch.zeros(len(rows)))
             masked = ", masked tokens included" if span else ""
             found[f"mean length of {pool}{masked}{at}", f"{symbol}{tail}{span}"] = column
         longest = torch.zeros_like(own)

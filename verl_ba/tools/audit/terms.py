@@ -41,7 +41,7 @@ class Result:
 def run(loss: Loss, batch: Batch, split: Split, point: torch.Tensor, mode: str) -> Result:
     """Value and gradient of a mini-batch under this split, as a data-parallel engine adds them up."""
     everything = list(range(ROWS))
-    column = loss_agg.compute_pool_mean_length(mode, batch.micro_batch(everything)).get(loss_agg.COLUMN)
+    columns = loss_agg.compute_pool_mean_length(mode, batch.micro_batch(everything))
     leaf = point.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
@@ -54,8 +54,7 @@ def run(loss: Loss, batch: Batch, split: Split, point: torch.Tensor, mode: str) 
                 batch_num_tokens=int(batch.counted.sum()),
                 global_batch_size=ROWS,
             )
-            if column is not None:
-                data[loss_agg.COLUMN] = column[rows]
+            data.update({name: column[rows] for name, column in columns.items()})
             total = total + loss(leaf, rows, data) / split.ranks
     if not total.requires_grad:  # this loss does not read this output of the model
         return Result(total, torch.zeros_like(leaf))
