@@ -64,7 +64,7 @@ LAYOUTS = {
 """What runs in the environment of `make setup`."""
 
 
-def _megatron(packed: bool = True, **sizes: int | bool) -> tuple[str, ...]:
+def _megatron(sizes: dict[str, int | bool], packed: bool = True) -> tuple[str, ...]:
     return (
         "model_engine=megatron",
         f"{ACTOR}.megatron.vanilla_mbridge=True",
@@ -79,15 +79,15 @@ CP = "context_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
 PLAIN = "use_distributed_optimizer"
 MEGATRON = {
-    "Megatron, padded, data 2": Layout(2, _megatron(False, **{PLAIN: False}), SPLITS),
-    "Megatron, packed, data 2": Layout(2, _megatron(**{PLAIN: False}), EVERY_MODE + SPLITS),
-    "Megatron, packed, data 2, distributed optimizer": Layout(2, _megatron(), SPLITS),
-    "Megatron, packed, pipeline 2": Layout(2, _megatron(**{PP: 2}), SPLITS),
-    "Megatron, packed, tensor 2 with sequence parallelism": Layout(2, _megatron(**{TP: 2}), SPLITS),
-    "Megatron, packed, context 2": Layout(2, _megatron(**{CP: 2}), SPLITS),
-    "Megatron, packed, tensor 2, pipeline 2": Layout(4, _megatron(**{TP: 2, PP: 2}), SPLITS),
-    "Megatron, packed, data 2, pipeline 2, interleaved": Layout(4, _megatron(**{PP: 2, VPP: 2}), SPLITS),
-    "Megatron, packed, data 2, context 2": Layout(4, _megatron(**{CP: 2}), EVERY_MODE + SPLITS),
+    "Megatron, padded, data 2": Layout(2, _megatron({PLAIN: False}, packed=False), SPLITS),
+    "Megatron, packed, data 2": Layout(2, _megatron({PLAIN: False}), EVERY_MODE + SPLITS),
+    "Megatron, packed, data 2, distributed optimizer": Layout(2, _megatron({}), SPLITS),
+    "Megatron, packed, pipeline 2": Layout(2, _megatron({PP: 2}), SPLITS),
+    "Megatron, packed, tensor 2 with sequence parallelism": Layout(2, _megatron({TP: 2}), SPLITS),
+    "Megatron, packed, context 2": Layout(2, _megatron({CP: 2}), SPLITS),
+    "Megatron, packed, tensor 2, pipeline 2": Layout(4, _megatron({TP: 2, PP: 2}), SPLITS),
+    "Megatron, packed, data 2, pipeline 2, interleaved": Layout(4, _megatron({PP: 2, VPP: 2}), SPLITS),
+    "Megatron, packed, data 2, context 2": Layout(4, _megatron({CP: 2}), EVERY_MODE + SPLITS),
 }
 """What runs in the environment of `make test-megatron`."""
 

@@ -107,7 +107,8 @@ def test_rows_survive_their_way_as_numbers():
     rollouts.session = list(range(16))
     share = loss_agg.rows_of(harness.to_tensordict(rollouts, list(range(16)), "padded"))
     first, missing, second = record.decode([*record.encode(share), *record.encode(None), *record.encode(share)])
-    assert missing is None and first is not None
+    assert missing is None
+    assert first is not None
     assert first == second
     assert {name: first[name] for name in ("count", "size", "largest", "session_set")} == {
         name: share[name] for name in ("count", "size", "largest", "session_set")

@@ -1,8 +1,8 @@
 """verl's Megatron engine on the CPU: what megatron-core asks of torch.cuda and of Transformer Engine, in plain torch.
 
-Needs megatron-core and mbridge (requirements/megatron/packages.txt), and `megatron.vanilla_mbridge=True`: Megatron-Bridge, verl's
-default, imports Transformer Engine, which needs CUDA. What is replaced is the device, the attention kernel and the fused
-layers. Parallelism, schedules, gradient reduction, optimiser and verl's engine are the real ones.
+Needs megatron-core and mbridge (requirements/megatron/packages.txt), and `megatron.vanilla_mbridge=True`: verl's default,
+Megatron-Bridge, imports Transformer Engine, which needs CUDA. What is replaced is the device, the attention kernel and the
+fused layers. Parallelism, schedules, gradient reduction, optimiser and verl's engine are the real ones.
 
 Shape suffixes: N packed tokens of this rank, H heads, D width of a head.
 """
