@@ -128,7 +128,7 @@ def ulysses_fault(config: Any) -> str | None:
     """Why Ulysses would train wrong with this configuration of verl, in every mode and without a word; None if it would not.
 
     In verl 0.9.1 the exchange of tokens for heads is in transformers' flash attention alone. With another attention each
-    rank attends to its own part of every sequence only: the gradient is off by .31 (`python -m dev.engines`).
+    rank attends to its own part of every sequence only: the gradient is off by .63 (`python -m dev.engines`).
 
     Args:
         config: the composed configuration of a trainer; sections that are missing are left out.
@@ -235,7 +235,7 @@ TRAINERS = {
     ),
     "engine FSDP with Ulysses": Trainer(
         "the group excludes sequence-parallel peers, which hold the same rows. With attn_implementation sdpa, eager or "
-        "flex_attention verl's Ulysses trains wrong in every mode (the gradient is off by .31): refused by `verl-ba "
+        "flex_attention verl's Ulysses trains wrong in every mode (the gradient is off by .63): refused by `verl-ba "
         "audit` and by the recipes' plan",
         "tests/trainer/test_ulysses.py::test_ulysses_with_packed_rows_is_zero_on_policy",
     ),
