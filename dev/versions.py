@@ -1,7 +1,7 @@
 """`make test-versions`: the contract tests against every supported release of verl, as one table.
 
-Each release's wheel is downloaded once (pinned with its checksum in requirements/versions), unpacked into .cache, and put
-first on PYTHONPATH of its own pytest process. The environment is otherwise this one: where it breaks a release's own pins,
+Each release's wheel is downloaded once (its checksum is in verl_ba/releases.py), unpacked into .cache, and put first on
+PYTHONPATH of its own pytest process. `python -m dev.versions FOLDER` does the same with a checkout of verl, untested as it is. The environment is otherwise this one: where it breaks a release's own pins,
 the report says so. Exit status 1 if any cell fails or is missing.
 """
 
@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
+from verl_ba import releases
 from verl_ba.releases import RELEASES, Release
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +38,9 @@ def unpacked(release: Release) -> Path:
     folder = CACHE / f"verl-{release.version}"
     if folder.exists():
         return folder
-    pins = ROOT / "requirements" / "versions" / f"{release.version}.txt"
     with tempfile.TemporaryDirectory() as temporary:
+        pins = Path(temporary, "pin.txt")
+        pins.write_text(f"verl=={release.version} --hash=sha256:{release.wheel}\n")
         options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "-q", "-r", str(pins), "-d", temporary]
         subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *options], check=True)
         (wheel,) = Path(temporary).glob("verl-*.whl")
@@ -51,8 +53,9 @@ def unpacked(release: Release) -> Path:
 
 def broken_pins(folder: Path) -> list[str]:
     """Which of the release's own requirements this environment does not meet."""
-    (metadata,) = folder.glob("verl-*.dist-info")
-    broken = []
+    metadata, broken = next(folder.glob("verl-*.dist-info"), None), []
+    if metadata is None:  # a checkout
+        return []
     for line in importlib.metadata.PathDistribution(metadata).requires or []:
         requirement = Requirement(line)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -105,14 +108,27 @@ def cell(outcomes: list[str] | None) -> tuple[str, bool]:
     return f"[green]✓ {len(outcomes)}[/green]", False
 
 
+def checkout(folder: Path) -> tuple[Release, Path]:
+    """A checkout of verl, and what its version is taken for. Prints the commit, if it has one."""
+    version = folder / "verl" / "version" / "version"
+    if not version.exists():
+        raise SystemExit(f"{folder}: expected the root of a checkout of verl, found no verl/version/version")
+    said = subprocess.run(
+        ["git", "-C", str(folder), "log", "-1", "--format=commit %h of %cs"], text=True, capture_output=True
+    )
+    console.print(f"{folder}: verl {version.read_text().strip()}, {said.stdout.strip() or 'no commit'}", highlight=False)
+    return releases.of(version.read_text().strip()), folder.resolve()
+
+
 def main() -> int:
     started = time.monotonic()
     found: dict[str, dict[str, list[str]]] = {}
     failures = []
-    for release in RELEASES:
+    trees: list[tuple[Release, Path | None]] = [checkout(Path(path)) for path in sys.argv[1:]]
+    for release, tree in trees or [(release, None) for release in RELEASES]:
         begin = time.monotonic()
         with console.status(f"verl {release.version}"):
-            folder = unpacked(release)
+            folder = tree or unpacked(release)
             found[release.version], status = run(release, folder)
         if status != 0:
             failures.append(

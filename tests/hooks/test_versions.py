@@ -47,6 +47,8 @@ def run(mode="balanced", layout="padded", mini_batches=1):
 
 def test_every_seam_attaches(capfd):
     assert verl.__version__ == os.environ.get("VERL_BA_TEST_RELEASE", RELEASE.version)  # set by versions.py
+    if RELEASE.version in releases.BY_VERSION and not releases.is_patched():
+        assert releases.untested() == ""
     assert hooks.is_installed()
     for seam in SEAMS:
         assert hooks.seam_fault(seam) is None, seam.name
@@ -257,8 +259,9 @@ def test_every_policy_loss_follows_the_mode_or_is_refused():
 def test_the_trainers_config_validates(capfd):
     overrides = ["trainer.use_legacy_worker_impl=disable"] if RELEASE.legacy_workers else []
     validate_config(harness.compose_trainer_config(*overrides), use_reference_policy=False, use_critic=False)
-    notice = f"support of verl {RELEASE.version} is experimental"
-    assert capfd.readouterr().err.count(notice) == (1 if RELEASE.experimental else 0)
+    said = capfd.readouterr().err
+    assert said.count(f"support of verl {RELEASE.version} is experimental") == (1 if RELEASE.experimental else 0)
+    assert said.count(f"verl {RELEASE.version} is UNTESTED") == (1 if releases.untested() else 0)
 
 
 @pytest.mark.skipif(not RELEASE.legacy_workers, reason="the release has no legacy workers")

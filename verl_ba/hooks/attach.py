@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from verl_ba.releases import numbers
+
 MARK = "__verl_ba_seam__"
 """The attribute of a replacement that names its seam."""
 
@@ -56,15 +58,10 @@ class Seam:
 
     def is_in(self, version: str) -> bool:
         """Whether this release has the place."""
-        release = _release(version)
-        return (self.since is None or _release(self.since) <= release) and (
-            self.before is None or release < _release(self.before)
+        release = numbers(version)
+        return (self.since is None or numbers(self.since) <= release) and (
+            self.before is None or release < numbers(self.before)
         )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """'0.9.1' as numbers that can be compared."""
-    return tuple(int(part) for part in version.split(".")[:3])
 
 
 class Attachment:

@@ -108,6 +108,42 @@ def check_release(config: Any, mode: str) -> None:
         legacy_0_7_1.refuse_legacy_workers(config, mode, release.version)
     if release.experimental:
         say(f"support of verl {release.version} is experimental: {release.experimental}")
+    if why := releases.untested():
+        check_untested(config, mode, why)
+
+
+def check_untested(config: Any, mode: str, why: str) -> None:
+    """Let a verl that is none of the tested releases show on the driver that it fits, before any process starts.
+
+    Every seam must attach, and the losses of this configuration, with verl's default policy loss, must weigh the tokens of a
+    synthetic batch as the mode says (verl_ba/tools/audit). What an engine does is seen by each rank: there weights that
+    do not add up end the run (metrics/record.py, `strict`).
+
+    Raises:
+        SeamError: a place in verl is not what the hooks were written for.
+        ValueError: the losses do something else.
+    """
+    from omegaconf import OmegaConf
+
+    from verl_ba import hooks
+    from verl_ba.tools.audit import audit
+
+    hooks.load_seam_modules()
+    hooks.verify()
+    tried = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}})
+    faults = [finding.message for finding in audit(tried).faults if finding.term.startswith("policy loss")]
+    version = releases.verl_version()
+    if faults:
+        raise ValueError(
+            f"verl {version} is untested ({why}), and its losses do not do what {MODE_KEY}={mode} says:\n  - "
+            + "\n  - ".join(faults)
+            + f"\nInstall a tested release, for example pip install verl=={releases.RELEASES[-1].version}"
+        )
+    say(
+        f"verl {version} is UNTESTED with verl_ba ({why}). Every seam fits, and its losses passed the self-test. Each rank "
+        "checks the weights that it applies (balance/active/applied_residual) and ends the run if they do not add up; "
+        "VERL_BA_STRICT=0 would let it go on"
+    )
 
 
 REGISTRY = "verl has a registry of loss aggregations, as it has of policy losses"

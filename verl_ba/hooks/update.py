@@ -25,11 +25,14 @@ def announce(mode: str) -> None:
 
     Raises:
         SeamError: something is not attached.
-        ValueError: VERL_BA_STRICT=1 without the metrics that it needs.
+        ValueError: VERL_BA_STRICT=1, or an untested verl, without the metrics that the check needs.
     """
     verify()
     if record.strict() and not record.enabled():
-        raise ValueError("VERL_BA_STRICT=1 needs the metrics of each update, which VERL_BA_METRICS=0 switches off")
+        raise ValueError(
+            "VERL_BA_STRICT=1 needs the metrics of each update, which VERL_BA_METRICS=0 switches off. In an untested verl "
+            "it is the default; VERL_BA_STRICT=0 would go without the check"
+        )
     say(f"rank {torch.distributed.get_rank()}: {MODE_KEY}={mode}; {describe()}")
 
 

@@ -9,7 +9,8 @@
 Nothing here takes part in a loss or a gradient, and no rank waits for another one: what ranks need of each other travels
 with the metrics that verl itself gathers, as plain numbers. Where a rank sends nothing, because metrics are switched off
 there (VERL_BA_METRICS=0) or the package is missing, they are left out, and that is said once. So is whatever goes wrong.
-VERL_BA_STRICT=1 makes one number matter: a run under our modes whose `active/applied_residual` is too large ends.
+VERL_BA_STRICT=1, or an untested verl, makes one number matter: a run under our modes ends if its
+`active/applied_residual` is too large or is not known.
 
 Shape suffixes: B rows of the update on all ranks, S signs, T response tokens.
 """
@@ -40,6 +41,7 @@ from verl_ba.loss_agg import (
 )
 from verl_ba.metrics.definitions import PREFIX, SIGN_NAMES
 from verl_ba.metrics.weights import balance_metrics
+from verl_ba.releases import untested
 from verl_ba.say import say, say_once
 
 _SUM = PREFIX + "sum/"
@@ -57,8 +59,9 @@ def enabled() -> bool:
 
 
 def strict() -> bool:
-    """Whether weights that do not add up end the run: VERL_BA_STRICT=1."""
-    return os.environ.get("VERL_BA_STRICT", "0") not in ("", "0")
+    """Whether weights that do not add up end the run: VERL_BA_STRICT=1, and by default in a verl that is untested."""
+    asked = os.environ.get("VERL_BA_STRICT", "")
+    return asked != "0" if asked else bool(untested())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ class Training:
         """Put what `update_metrics` finds into the metrics of the update, and divide what the records summed up.
 
         Raises:
-            RuntimeError: VERL_BA_STRICT=1, and the weights do not add up.
+            RuntimeError: the run is strict, and the weights do not add up or are not known.
         """
         sums = take_sums(metrics)
         shares: list | None = None
@@ -303,7 +306,7 @@ class Training:
                     "install verl_ba on every node (`verl-ba doctor --ray auto`)"
                 )
         if shares is None:
-            return
+            return self._judge(None)
         with guard("by the sign of the advantage"):
             metrics.update(_divided(sums))
         with guard("of whole groups"):
@@ -319,7 +322,7 @@ class Training:
             residual = self.applied_residual(sums.get(_WEIGHT, ()))
         if residual is not None:
             metrics[f"{PREFIX}active/applied_residual"] = residual
-            self._judge(residual)
+        self._judge(residual)
 
     def applied_residual(self, weights: Sequence[float]) -> float | None:
         """How far the weights of all tokens, as they were applied, are from one for each response that is not empty.
@@ -334,10 +337,17 @@ class Training:
         applied = self.batch_size * math.fsum(weights) / (self.ranks or 1)
         return abs(applied - expected) / max(expected, 1)
 
-    def _judge(self, residual: float) -> None:
-        """Say once, loudly, that weights do not add up; under VERL_BA_STRICT=1 raise. Only our modes promise that they do."""
+    def _judge(self, residual: float | None) -> None:
+        """Say once, loudly, that weights do not add up; raise if the run is strict. Only our modes promise that they do."""
         bound = max(1e-6, 8 * self.precision)
-        if self.mode not in MODES or residual <= bound:
+        if self.mode not in MODES or (residual is not None and residual <= bound):
+            return
+        if residual is None:
+            if strict():
+                raise RuntimeError(
+                    f"{PREFIX}active/applied_residual is not known (the log says why, or the trainer did not say "
+                    f"global_batch_size), so nothing shows that the weights add up. {_ENDS}"
+                )
             return
         what = (
             f"{PREFIX}active/applied_residual is {residual:.1e}, above {bound:.0e}: the weights that agg_loss applied under "
@@ -345,12 +355,13 @@ class Training:
             "lost or repeated on their way to the loss, or dp_size or global_batch_size there are not those of the update"
         )
         if strict():
-            raise RuntimeError(f"{what}. The run ends because of VERL_BA_STRICT=1")
+            raise RuntimeError(f"{what}. {_ENDS}")
         if what[:40] not in _judged:
             _judged.add(what[:40])
             say(f"WARNING: {what}. VERL_BA_STRICT=1 would end the run")
 
 
+_ENDS = "The run ends because of VERL_BA_STRICT=1, the default in an untested verl; VERL_BA_STRICT=0 would let it go on"
 _judged: set[str] = set()
 
 

@@ -97,7 +97,7 @@ def doctor(
         console.print(table)
     report = examine(needs)
     if not quiet and report.seams:
-        notice = " (support is experimental)" if releases.BY_VERSION[report.verl].experimental else ""
+        notice = " (support is experimental)" if releases.current().experimental else ""
         table = Table(Column("seam", overflow="fold"), "attached", "why", title=f"verl {report.verl}{notice}")
         for seam, attached, why in report.seams:
             table.add_row(seam.removeprefix("verl."), attached, why)

@@ -87,7 +87,16 @@ def _attached() -> Report:
         if fault:
             faults.append(f"{seam.name}: {said if error else fault}")
     faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
-    return Report(__version__, version, platform.python_version(), faults, rows, warnings=_attention_warnings())
+    return Report(__version__, version, platform.python_version(), faults, rows, warnings=[*_untested(), *_attention_warnings()])
+
+
+def _untested() -> list[str]:
+    if not (why := releases.untested()):
+        return []
+    return [
+        f"this verl is untested ({why}). A run under our modes tests it first: every seam must fit, the losses must pass a "
+        "self-test, and each rank checks the weights that it applies"
+    ]
 
 
 def _attention_warnings() -> list[str]:
