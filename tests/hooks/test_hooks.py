@@ -501,10 +501,10 @@ def test_modules_that_were_loaded_before_are_rebound_whatever_the_order():
 def fake_verl(tmp_path):
     """A verl of another release on the path, whose __init__ loads plugins as the real one does."""
     (tmp_path / "verl" / "version").mkdir(parents=True)
-    (tmp_path / "verl" / "version" / "version").write_text("9.9.9\n")
+    (tmp_path / "verl" / "version" / "version").write_text("0.6.9\n")
     (tmp_path / "verl" / "__init__.py").write_text(
         "from importlib.metadata import entry_points\n"
-        "__version__ = '9.9.9'\n"
+        "__version__ = '0.6.9'\n"
         "for ep in entry_points(group='verl.plugins'):\n"
         "    try:\n"
         "        ep.load()\n"
@@ -516,9 +516,9 @@ def fake_verl(tmp_path):
 
 def test_an_unsupported_release_is_named_on_screen_though_verl_hides_it(fake_verl):
     result = run_python("import verl; print(verl.__version__)", PYTHONPATH=str(fake_verl))
-    assert result.stdout.strip() == "9.9.9"
-    assert "verl 9.9.9 is not supported" in result.stderr
-    assert "supported: 0.7.1 (experimental), 0.8.0, 0.9.0, 0.9.1" in result.stderr
+    assert result.stdout.strip() == "0.6.9"
+    assert "verl 0.6.9 is not supported" in result.stderr
+    assert "tested releases: 0.7.1 (experimental), 0.8.0, 0.9.0, 0.9.1" in result.stderr
 
 
 def test_verl_missing_is_named():
@@ -529,7 +529,7 @@ def test_verl_missing_is_named():
         "except h.releases.UnsupportedVerlError as e: print(e)"
     )
     message = run_python(code).stdout
-    assert "verl is not installed; supported: 0.7.1 (experimental), " in message
+    assert "verl is not installed; tested releases: 0.7.1 (experimental), " in message
     assert "Try: pip install verl==0.9.1" in message
 
 
@@ -551,7 +551,7 @@ def test_doctor_says_why_not(fake_verl):
     assert "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading verl_ba" in result.stdout
     result = doctor(PYTHONPATH=str(fake_verl))
     assert result.returncode == 1
-    assert "verl 9.9.9 is not supported" in result.stdout
+    assert "verl 0.6.9 is not supported" in result.stdout
 
 
 def test_without_the_cpu_platform_there_is_no_trace_of_it():

@@ -99,6 +99,17 @@ def test_a_strict_run_without_metrics_is_refused(monkeypatch):
         update()
 
 
+@pytest.mark.usefixtures("one_process")
+def test_a_strict_run_whose_weights_are_not_known_ends(monkeypatch):
+    def a_nameless_size(worker):
+        monkeypatch.setattr(record, "_setting", lambda data, name: None)
+
+    assert RESIDUAL not in update(change=a_nameless_size)
+    monkeypatch.setenv("VERL_BA_STRICT", "1")
+    with pytest.raises(RuntimeError, match="is not known"):
+        update(change=a_nameless_size)
+
+
 # ---- what ranks tell each other
 
 

@@ -49,7 +49,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_patch_says_what_it_is_and_exports_to_the_byte(tree):
-    assert set(patches.RELEASES) == set(releases.BY_VERSION)
+    assert all((patches.HERE / f"verl-{release}.patch").exists() for release in releases.BY_VERSION)
     assert patches.faults_of(RELEASE, tree) == []
 
 
@@ -59,7 +59,7 @@ def test_a_header_that_lies_is_a_fault(tree, monkeypatch, tmp_path):
     text = text.replace(patches.checksum(RELEASE), "sha256:0").replace("Drop-When:", "Drop:")
     path.write_text(text.replace("index ", "index 0", 1))
     monkeypatch.setattr(patches, "HERE", tmp_path)
-    monkeypatch.setitem(patches.CHANGED_LINES, RELEASE, 10)
+    monkeypatch.setattr(patches, "CHANGED_LINES", 10)
     faults = "\n".join(patches.faults_of(RELEASE, tree))
     assert f"verl-{RELEASE}.patch: no Drop-When in the header" in faults
     assert f"Applies-To must name verl {RELEASE} and its wheel's sha256:" in faults
@@ -75,7 +75,7 @@ def test_changed_lines_stay_within_the_limit_and_are_those_of_git(release, tmp_p
         assert name.startswith("verl/")
         counts = [counts[0] + int(added), counts[1] + int(removed)]
     assert tuple(counts) == patches.changed_lines(release)
-    assert sum(counts) <= patches.CHANGED_LINES[release]
+    assert sum(counts) <= patches.CHANGED_LINES
 
 
 @pytest.mark.parametrize("release", patches.RELEASES)
@@ -144,6 +144,31 @@ def test_another_release_and_another_folder_are_named(tree, tmp_path_factory):
     (tree / "verl" / "version" / "version").write_text("0.6.1\n")
     assert "verl 0.6.1 has no patches; there are some for 0.7.1, 0.8.0, 0.9.0, 0.9.1" in command("apply", tree).stdout
     assert "expected verl's package directory" in command("apply", tmp_path_factory.mktemp("empty")).stdout
+
+
+def test_a_later_version_takes_the_newest_patch_and_is_told_to_run_its_tests(tree):
+    (tree / "verl" / "version" / "version").write_text("0.10.0.dev\n")
+    result = command("apply", tree)
+    assert result.returncode == 0, result.stdout
+    assert f"verl 0.10.0.dev: applied verl-{RELEASE}.patch" in result.stdout
+    assert "is none of the tested releases" in result.stdout
+
+
+def test_a_refresh_writes_the_patch_of_a_release_that_has_none_yet(tree, monkeypatch, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("patches")
+    shutil.copy(patches.patch_of(RELEASE), folder)
+    new = releases.Release("0.9.2", wheel="0" * 64)
+    monkeypatch.setattr(patches, "HERE", folder)
+    monkeypatch.setattr(patches, "RELEASES", [*patches.RELEASES, new.version])
+    monkeypatch.setitem(releases.BY_VERSION, new.version, new)
+    monkeypatch.setattr(patches, "pristine", lambda release: tree)
+    text = patches.exported(tree, new.version, fuzz=True)
+    assert text == patches.body(RELEASE)
+    monkeypatch.setattr(patches, "RELEASES", [new.version, RELEASE])
+    patches.refresh()
+    assert sorted(path.name for path in folder.iterdir()) == [f"verl-{RELEASE}.patch", "verl-0.9.2.patch"]
+    header = (folder / "verl-0.9.2.patch").read_text().partition("\n---\n")[0]
+    assert f"verl 0.9.2, its wheel verl-0.9.2-py3-none-any.whl sha256:{new.wheel}" in header
 
 
 def test_a_refresh_from_a_tree_takes_its_last_commit_without_the_new_files(tree, monkeypatch, tmp_path_factory):

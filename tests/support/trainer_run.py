@@ -34,7 +34,8 @@ def command_and_environment(prepared, results, arm, overrides, variables) -> tup
         *overrides,
     ]
     environment = {**os.environ, "RESULTS_DIR": str(results), "PYTHON": sys.executable}
-    environment["PYTHONPATH"] = str(ROOT)
+    other_verl = [os.environ["PYTHONPATH"]] if os.environ.get("VERL_BA_TEST_RELEASE") else []  # dev/versions.py
+    environment["PYTHONPATH"] = os.pathsep.join([*other_verl, str(ROOT)])
     environment.update(variables)
     return command, environment
 

@@ -7,6 +7,7 @@ On policy (one mini-batch a step), with GRPO advantages and binary rewards, the 
 import pytest
 
 from tests.support.trainer_run import check_parts_by_sign, deviation_from_the_dump, launch, pg_losses
+from verl_ba import releases
 
 pytestmark = pytest.mark.trainer
 
@@ -19,6 +20,8 @@ def test_v1_trainer_balanced_is_zero_on_policy(prepared, tmp_path):
     for rank in range(2):  # each worker says once what is attached
         line = f"[verl_ba] rank {rank}: actor_rollout_ref.actor.loss_agg_mode=balanced; verl_ba"
         assert result.stdout.count(line) == 1
+    assert result.stdout.count("is UNTESTED with verl_ba") == (1 if releases.untested() else 0)
+    assert all(step["balance/active/applied_residual"] <= 1e-6 for step in steps)
     assert deviation_from_the_dump(tmp_path, "balanced", steps) <= 1e-6
     check_parts_by_sign(steps)
     assert all(step[f"balance/entropy/{sign}"] > 0 for step in steps for sign in ("negative", "positive"))

@@ -112,6 +112,10 @@ def check_release(config: Any, mode: str) -> None:
         check_untested(config, mode, why)
 
 
+FORMULAS = {"balanced": "Σ m·ℓ / (B·ℓ̄_group,sign)", "group-mean-token-mean": "Σ m·ℓ / (B·ℓ̄_group)"}
+"""What the auditor must read from the losses under our modes."""
+
+
 def check_untested(config: Any, mode: str, why: str) -> None:
     """Let a verl that is none of the tested releases show on the driver that it fits, before any process starts.
 
@@ -130,8 +134,12 @@ def check_untested(config: Any, mode: str, why: str) -> None:
 
     hooks.load_seam_modules()
     hooks.verify()
-    tried = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}})
-    faults = [finding.message for finding in audit(tried).faults if finding.term.startswith("policy loss")]
+    tried: Any = OmegaConf.merge(config, {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": "vanilla"}}}})
+    report = audit(tried)
+    faults = [finding.message for finding in report.faults if finding.term.startswith("policy loss")]
+    got, expected = report.terms[0].formula, FORMULAS.get(mode, report.terms[0].formula)
+    if not faults and got != expected:
+        faults.append(f"the policy loss is {got}, expected {expected}")
     version = releases.verl_version()
     if faults:
         raise ValueError(

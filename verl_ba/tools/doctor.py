@@ -87,7 +87,8 @@ def _attached() -> Report:
         if fault:
             faults.append(f"{seam.name}: {said if error else fault}")
     faults += [f"{where}: still verl's own {name}" for where, name in hooks.stale_bindings()]
-    return Report(__version__, version, platform.python_version(), faults, rows, warnings=[*_untested(), *_attention_warnings()])
+    said = [*_untested(), *_attention_warnings()]
+    return Report(__version__, version, platform.python_version(), faults, rows, warnings=said)
 
 
 def _untested() -> list[str]:
