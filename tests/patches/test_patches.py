@@ -200,6 +200,12 @@ def test_the_plugin_sees_a_patched_tree_and_hooks_nothing_in_it(tree, monkeypatc
     assert "stands aside" in report.seams[0][2]
 
 
+def test_the_text_for_verl_names_the_newest_patchs_lines():
+    assert f"and {sum(patches.changed_lines(RELEASE))} changed lines that call it" in patches.HERE.joinpath(
+        "UPSTREAM.md"
+    ).read_text().replace("\n", " ")
+
+
 def test_the_readmes_table_is_the_scripts():
     assert "\n".join(patches.table_rows()) in (patches.HERE / "README.md").read_text()
 
