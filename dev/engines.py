@@ -26,6 +26,12 @@ class Layout:
     overrides: tuple[str, ...]
     cases: tuple[Case, ...]
 
+    @property
+    def sequence(self) -> int:
+        """Sequence-parallel ranks (Ulysses)."""
+        key = f"{ACTOR}.ulysses_sequence_parallel_size="
+        return max([int(text.removeprefix(key)) for text in self.overrides if text.startswith(key)], default=1)
+
 
 def _fsdp(strategy: str, sequence: int = 1, packed: bool = True, *more: str) -> tuple[str, ...]:
     attention = "packed" if sequence > 1 else "sdpa"

@@ -23,6 +23,11 @@ def pytest_unconfigure():
     _session.close()
 
 
+def pytest_collection_modifyitems(items):
+    """Runs of verl's trainer first: they wait more than they compute, so other workers do the rest beside them."""
+    items.sort(key=lambda item: item.get_closest_marker("trainer") is None)
+
+
 @pytest.fixture(scope="session")
 def prepared():
     """The demo's model and data, made once, in a minute."""
@@ -42,6 +47,7 @@ def one_process(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core already
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platform
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # Processes that tests start import verl, too: less garbage collection while they do (see the file there).

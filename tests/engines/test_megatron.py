@@ -2,7 +2,7 @@
 
 import pytest
 
-from dev.engines import ACTOR, EVERY_MODE, MEGATRON, Layout, run
+from dev.engines import ACTOR, EVERY_MODE, MEGATRON, OURS, Layout, run
 
 pytest.importorskip("megatron.core", reason="`make test-megatron` has an environment with Megatron")
 pytestmark = pytest.mark.slow
@@ -16,6 +16,8 @@ def test_gradients_and_norms_equal_the_reference(name):
         # verl gives metrics to the last pipeline stage's first tensor- and context-parallel rank of each data-parallel one
         assert len(logged) == (2 if "data 2" in name else 1)
         assert all(f"balance/pg_loss/{sign}" in m for m in logged for sign in ("negative", "zero", "positive"))
+        if result.case.mode in OURS:
+            assert all(m["balance/active/applied_residual"] < 1e-6 for m in logged)
 
 
 def test_verls_exception_rounds_the_token_count_down_with_context_parallelism():

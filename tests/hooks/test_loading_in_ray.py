@@ -177,7 +177,7 @@ def test_every_node_of_a_running_ray_is_examined_before_a_run_starts(cluster, tm
         folder.mkdir()
     (modules["flash"] / "flash_attn.py").touch()  # stands for the package, which has no build for a CPU
     (modules["other"] / "verl" / "version").mkdir(parents=True)
-    (modules["other"] / "verl" / "version" / "version").write_text("9.9.9\n")
+    (modules["other"] / "verl" / "version" / "version").write_text("0.6.9\n")
     (modules["other"] / "verl" / "__init__.py").touch()
     (modules["without_us"] / "verl_ba.py").write_text("raise ImportError('not on this node')")
     (modules["without_math"] / "math_verify.py").write_text("raise ImportError('no math-verify on this node')")
@@ -207,7 +207,7 @@ def test_every_node_of_a_running_ray_is_examined_before_a_run_starts(cluster, tm
     assert result.returncode == 2
     for message in (
         "importing verl did not load verl_ba",
-        "verl 9.9.9 is not supported",
+        "verl 0.6.9 is not supported",
         "verl_ba is not there, or another version (not on this node)",
         "verl differs:",
         "a number and a formula are scored: no. ",
