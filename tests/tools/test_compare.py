@@ -51,6 +51,33 @@ def test_a_file_of_verls_file_logger_is_read(tmp_path, monkeypatch):
     assert run.series == {SCORE: {1: 0.5, 2: 1.0}, VALIDATION: {2: 0.25}}  # nan is no value
 
 
+@pytest.mark.parametrize(
+    ("seconds", "starts", "overlaps"),
+    [
+        ([100, 100], ["10:00:00", "10:05:00"], False),  # killed after two steps, resumed
+        ([100, 100], ["10:00:00", "10:03:20"], False),  # at once
+        ([100, 100], ["10:00:00", "10:03:18"], True),
+        ([100, None], ["10:00:00", "10:01:00"], True),  # a step without its time took at least none
+        ([100, 100], ["10:00:00", "10:00:00"], True),  # two at once
+        ([100, 100], None, False),  # no manifest: nothing is known
+    ],
+)
+def test_starts_that_overlap_are_refused(tmp_path, seconds, starts, overlaps):
+    run = tmp_path / "balanced-seed1"
+    (run / "metrics").mkdir(parents=True)
+    log = {"timing_s/step": seconds}
+    file_log(run / "metrics", "1", [0.1, 0.2], **log)
+    file_log(run / "metrics", "2", [0.3, 0.4], **log)
+    if starts:
+        manifest = {"starts": [{"started": f"2026-12-01T{time}+00:00"} for time in starts]}
+        (run / "manifest.json").write_text(json.dumps(manifest))
+    if overlaps:
+        with pytest.raises(RunError, match=r"starts 1 and 2 overlap\. 1\.jsonl holds \d+ s of steps"):
+            read_runs([run])
+    else:
+        assert len(read_runs([run])) == 1
+
+
 def test_the_mode_comes_from_the_runs_configuration(tmp_path):
     path = file_log(tmp_path, "ours-seed2", [0.1])
     config = tmp_path / "ours-seed2" / ".hydra" / "config.yaml"

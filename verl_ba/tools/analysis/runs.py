@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def _read(path: Path) -> Run | None:
     if kind == "file":
         folder, files = (path, start_files(path)) if path.is_dir() else (path.with_suffix(""), [path])
         name, config, notes = folder.name, hydra_config(folder), []
-        steps = _merge((_file_lines(file, notes) for file in files), notes)
+        starts = [list(_file_lines(file, notes)) for file in files]
+        _refuse_overlapping_starts(folder, files, starts)
+        steps = _merge(starts, notes)
     elif kind == "tensorboard":
         name, config, notes = path.name, hydra_config(path), []
         steps = _merge(map(_tensorboard_steps, sorted(path.glob("events.out.tfevents.*"))), notes)
@@ -156,6 +159,34 @@ def hydra_config(folder: Path) -> dict:
     import yaml
 
     return yaml.safe_load(path.read_text()) or {}
+
+
+def _refuse_overlapping_starts(folder: Path, files: list[Path], starts: list[list[tuple[int, dict[str, Any]]]]) -> None:
+    """Raise RunError if a start of the run was still training when the next one began: two wrote into one folder.
+
+    The manifest says when each start began, and the steps that it logged say how long it trained at least.
+    """
+    began = _beginnings(folder)
+    for (file, records), later in zip(zip(files, starts, strict=True), files[1:], strict=False):
+        if file.stem not in began or later.stem not in began:
+            continue
+        took = sum(data.get("timing_s/step") or 0.0 for _, data in records)
+        over = took - (began[later.stem] - began[file.stem]).total_seconds()
+        if over > 1:  # the manifest has whole seconds
+            raise RunError(
+                f"{folder}: starts {file.stem} and {later.stem} overlap. {file.name} holds {took:.0f} s of steps, so start "
+                f"{file.stem} was training until {over:.0f} s or more after start {later.stem} began "
+                f"({began[later.stem]:%Y-%m-%d %H:%M:%S %Z}). Their steps, dumps and checkpoints are mixed: run this again"
+            )
+
+
+def _beginnings(folder: Path) -> dict[str, datetime]:
+    """When each start of a run began, by the name of its metrics file; {} without a manifest that says so."""
+    try:
+        starts = json.loads((folder / "manifest.json").read_text())["starts"]
+        return {str(number): datetime.fromisoformat(start["started"]) for number, start in enumerate(starts, start=1)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _merge(starts: Iterable[Iterable[tuple[int, dict[str, Any]]]], notes: list[str]) -> dict[int, dict[str, float]]:
