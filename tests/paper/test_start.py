@@ -1,5 +1,6 @@
 """How a run starts: what is tried first, who may have its folder, and what a path, a manifest or a disk may do to it."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -263,6 +264,15 @@ def faults(needs: Needs) -> list[str]:
 def test_what_a_run_needs_is_tried(tmp_path, make, message):
     found = faults(Needs(columns=COLUMNS, **make(tmp_path)))
     assert [message in fault for fault in found] == ([True] if message else []), found
+
+
+def test_an_engine_that_would_train_wrong_is_a_fault_of_the_configuration(tmp_path):
+    from recipes import plan
+
+    wrong = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    config = plan.compose("demo", ["arm=balanced", "cluster=cpu", wrong, "data.train_files=[]", "data.val_files=[]"])
+    found = faults(dataclasses.replace(Needs.of(config), model=None))
+    assert [wrong in fault for fault in found] == [True], found
 
 
 def test_a_small_shared_memory_is_named_with_dockers_option(monkeypatch):

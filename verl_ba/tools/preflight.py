@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ba.support import engine_fault
+
 GB = 1e9
 LEAST_SHARED_MEMORY = 1e9
 """Of /dev/shm, where GPUs of one node talk through it [bytes]. Docker gives 64 MB unless told otherwise."""
@@ -33,6 +35,7 @@ class Needs:
         model: the folder of the model; None for a name on a hub.
         folder: where checkpoints go.
         checkpoint: size of one [bytes]; 0 if none is written or the size is unknown.
+        engine: why verl's engine itself would train wrong with this configuration (`support.engine_fault`); None.
     """
 
     scoring: tuple[str, ...] = ()
@@ -43,6 +46,7 @@ class Needs:
     model: str | None = None
     folder: str | None = None
     checkpoint: float = 0.0
+    engine: str | None = None
 
     @classmethod
     def of(cls, config: Any, checkpoint: float = 0.0) -> "Needs":
@@ -72,6 +76,7 @@ class Needs:
             model=str(Path(path).expanduser().absolute()) if path.startswith(("/", ".", "~")) else None,
             folder=str(trainer["default_local_dir"]) if trainer["save_freq"] > 0 else None,
             checkpoint=checkpoint if trainer["save_freq"] > 0 else 0.0,
+            engine=engine_fault(config),
         )
 
 
@@ -101,6 +106,8 @@ def check(needs: Needs) -> list[Check]:
         else:
             tried.append(Check(what, None))
 
+    if needs.engine:
+        tried.append(Check("the engine trains what it is given", needs.engine))
     if needs.scoring:
         from verl_ba.paper import scoring
 
