@@ -23,11 +23,6 @@ def pytest_unconfigure():
     _session.close()
 
 
-def pytest_collection_modifyitems(items):
-    """Runs of verl's trainer first: they wait more than they compute, so other workers do the rest beside them."""
-    items.sort(key=lambda item: item.get_closest_marker("trainer") is None)
-
-
 @pytest.fixture(scope="session")
 def prepared():
     """The demo's model and data, made once, in a minute."""

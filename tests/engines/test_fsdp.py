@@ -8,7 +8,6 @@ from recipes import plan
 from verl_ba import support
 from verl_ba.tools import audit
 
-
 IN_MAKE_TEST = "FSDP2, packed, Ulysses 2"
 
 

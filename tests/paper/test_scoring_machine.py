@@ -243,6 +243,24 @@ def test_a_sandbox_whose_bwrap_is_killed_is_tried_again(monkeypatch):
     assert len(killed) == 1
 
 
+def test_a_bwrap_that_is_killed_while_it_sets_up_leaves_no_wrong_answer_and_no_process(monkeypatch):
+    """Its child waits for ever for a word of its parent, with the program's output open."""
+    popen, started = subprocess.Popen, []
+
+    def start(command, **options):
+        if not started:
+            command, options["env"] = ["bash", "-c", "sleep 1000 & kill -9 $$"], {"PATH": os.environ["PATH"]}
+        started.append(popen(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(sandbox.subprocess, "Popen", start)
+    monkeypatch.setattr(sandbox, "OWN_FACTOR", 1)
+    assert scored()["score"] == 1.0
+    assert len(started) == 2
+    with pytest.raises(ProcessLookupError):
+        os.killpg(started[0].pid, 0)
+
+
 def test_an_interrupted_caller_leaves_nothing_behind():
     """As Ctrl-C, or an alarm of the caller."""
 

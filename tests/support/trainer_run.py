@@ -189,13 +189,13 @@ def _command_of(process: psutil.Process) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_with_probe(prepared, folder, results, arm, *overrides):
-    """Start a run; whatever is left of it at the end is killed."""
-    variables = probe_variables(folder)
+def start_with_probe(prepared, folder, results, arm, *overrides, server):
+    """Start a run, whose processes fork from this server; whatever is left of it at the end is killed."""
+    variables = probe_variables(folder) | {prefork.VARIABLE: server}
     command, environment = command_and_environment(prepared, results, arm, overrides, variables)
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    run = Started(process, folder, os.environ[prefork.VARIABLE])
+    run = Started(process, folder, server)
     try:
         yield run
     finally:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from recipes.cpu_site import prefork
 from tests.support.trainer_run import (
     STEPS,
     check_updates,
@@ -185,11 +186,18 @@ def test_sessions_of_several_rows_with_failures_and_different_n(prepared, tmp_pa
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_trainer_resumes_and_a_killed_rank_ends_the_run(prepared, tmp_path):
+@pytest.fixture
+def server():
+    """A server of this test's own: below it are the processes of its runs, and of no other test's."""
+    with prefork.serve() as path:
+        yield path
+
+
+def test_a_killed_trainer_resumes_and_a_killed_rank_ends_the_run(prepared, tmp_path, server):
     """SIGKILL in the middle of an update: to the trainer; then, in the run that goes on from its checkpoint, to one rank."""
     overrides = ("trainer.save_freq=1", "trainer.total_training_steps=9", SPLIT)
 
-    with start_with_probe(prepared, tmp_path / "first", tmp_path, "balanced", *overrides) as run:
+    with start_with_probe(prepared, tmp_path / "first", tmp_path, "balanced", *overrides, server=server) as run:
         run.wait_for_update(2)
         run.process.kill()  # launch.sh has become verl's process
         run.process.wait()
@@ -197,7 +205,7 @@ def test_a_killed_trainer_resumes_and_a_killed_rank_ends_the_run(prepared, tmp_p
         assert not alive
     assert global_steps(metrics_of(tmp_path, "balanced", start=1)) == [1]
 
-    with start_with_probe(prepared, tmp_path / "second", tmp_path, "balanced", *overrides) as run:
+    with start_with_probe(prepared, tmp_path / "second", tmp_path, "balanced", *overrides, server=server) as run:
         run.wait_for_update(3)
         run.named("ray::WorkerDict").kill()
         assert run.process.wait(END_S) != 0

@@ -13,6 +13,7 @@ uid 0. So real root makes no user namespace and gives each running sandbox a uid
 the limit does bind; anyone else gets a user namespace, and the limit counts inside it.
 """
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -21,6 +22,7 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -162,6 +164,7 @@ def _run_in_bwrap(program: str, stdin: str, cpu_seconds: int) -> Outcome:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[program_file.fileno(), stdin_again.fileno(), filter_file.fileno(), status_write],
                 env={},
+                process_group=0,  # so that what is left of a bwrap that was killed can be found
             )
         except OSError as error:
             raise MachineFault(f"bwrap could not be started: {error}") from error
@@ -173,6 +176,8 @@ def _run_in_bwrap(program: str, stdin: str, cpu_seconds: int) -> Outcome:
                 stdout = _read_all(process, clock)
                 _wait(process, clock)
             except (OwnTimeOutError, _OutputLimitError):
+                if (process.poll() or 0) < 0:  # a program cannot reach it, and what it left behind waits for ever
+                    raise MachineFault(f"bwrap was killed by signal {-process.returncode}") from None
                 return Outcome(False, "")
             except MachineTimeOutError:
                 raise MachineFault(
@@ -180,7 +185,8 @@ def _run_in_bwrap(program: str, stdin: str, cpu_seconds: int) -> Outcome:
                     "busy: give the reward workers more cores, or run fewer things beside them"
                 ) from None
             finally:
-                process.kill()  # bwrap's end is the end of everything inside (--die-with-parent)
+                with contextlib.suppress(ProcessLookupError):  # bwrap's end ends all that is inside (--die-with-parent)
+                    os.killpg(process.pid, signal.SIGKILL)
         # bwrap reports an exit code only for a program that it could start.
         if b'"exit-code"' not in status.read():
             _probe_bwrap()
