@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ def pytest_unconfigure():
     _session.close()
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.fixture(scope="session")
 def prepared():
     """The demo's model and data, made once, in a minute."""
@@ -42,6 +47,10 @@ def one_process(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's runs must not find another worker's Ray in /tmp/ray
+    os.environ["RAY_TMPDIR"] = _session.enter_context(
+        tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True)
+    )
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core already
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # before verl resolves its platform
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -8,13 +8,9 @@ from recipes import plan
 from verl_ba import support
 from verl_ba.tools import audit
 
-IN_MAKE_TEST = "FSDP2, packed, Ulysses 2"
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name == IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.deep) for name in LAYOUTS]
-)
+@pytest.mark.deep  # `make test` has tests/tools/test_check.py, of which these are more layouts
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_equal_the_reference_in_every_layout(name):
     results = run(LAYOUTS[name])
     assert len(results) == len(LAYOUTS[name].cases)
@@ -87,7 +83,7 @@ def test_the_plan_refuses_what_the_engine_would_train_wrong():
     assert any(WRONG in problem for problem in plan.problems(config, files=False))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_control_ulysses_with_sdpa_trains_wrong_without_a_word():
     """Why it is refused."""
     assert control().gradient_error > 0.1

@@ -193,6 +193,7 @@ def server():
         yield path
 
 
+@pytest.mark.first
 def test_a_killed_trainer_resumes_and_a_killed_rank_ends_the_run(prepared, tmp_path, server):
     """SIGKILL in the middle of an update: to the trainer; then, in the run that goes on from its checkpoint, to one rank."""
     overrides = ("trainer.save_freq=1", "trainer.total_training_steps=9", SPLIT)
