@@ -15,6 +15,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -72,7 +73,7 @@ def broken_pins(folder: Path) -> list[str]:
     return broken
 
 
-def run(release: Release, folder: Path) -> tuple[dict[str, list[str]], int]:
+def run(release: Release, folder: Path, tests: Sequence[str] = TESTS) -> tuple[dict[str, list[str]], int]:
     """Run the contract; each test function's outcomes ('' passed, '-…' skipped, else the failure), and pytest's status."""
     results = CACHE / f"verl-{release.version}.xml"
     results.unlink(missing_ok=True)
@@ -81,7 +82,6 @@ def run(release: Release, folder: Path) -> tuple[dict[str, list[str]], int]:
     environment["VERL_BA_TEST_RELEASE"] = release.version
     if not release.entry_points:
         environment["VERL_USE_EXTERNAL_MODULES"] = "verl_ba.plugin"
-    tests = [*TESTS, TRAINER] if TRAINER_OPTION in sys.argv else TESTS
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={results}", *tests]
     process = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     (CACHE / f"verl-{release.version}.log").write_text(process.stdout + process.stderr)
@@ -129,12 +129,13 @@ def main() -> int:
     started = time.monotonic()
     found: dict[str, dict[str, list[str]]] = {}
     failures = []
+    tests = (*TESTS, TRAINER) if TRAINER_OPTION in sys.argv else TESTS
     trees: list[tuple[Release, Path | None]] = [checkout(Path(path)) for path in sys.argv[1:] if path != TRAINER_OPTION]
     for release, tree in trees or [(release, None) for release in RELEASES]:
         begin = time.monotonic()
         with console.status(f"verl {release.version}"):
             folder = tree or unpacked(release)
-            found[release.version], status = run(release, folder)
+            found[release.version], status = run(release, folder, tests)
         if status != 0:
             failures.append(
                 f"verl {release.version}: pytest's exit status {status}; see .cache/verl-{release.version}.log"

@@ -268,12 +268,16 @@ def column(loss_agg_mode: str, update: Update) -> torch.Tensor:
     return (mean_length_B if one_number_per_row else mean_length_BS)[update.local]
 
 
+def columns(loss_agg_mode: str, update: Update) -> dict[str, torch.Tensor]:
+    """What a registered mode adds to this rank's rows: `column` and `FLOOR`."""
+    return {COLUMN: column(loss_agg_mode, update), FLOOR: update.floor_B[update.local]}
+
+
 def compute_pool_mean_length(loss_agg_mode: str, data: Any, dp_group: Any = None) -> dict[str, torch.Tensor]:
-    """The columns that `update_actor` adds to the batch for a registered mode: `column` and `FLOOR`. Nothing for others."""
+    """The `columns` that `update_actor` adds to the batch for a registered mode. Nothing for others."""
     if loss_agg_mode not in LOSS_AGG_REGISTRY:
         return {}
-    update = gather(data, dp_group)
-    return {COLUMN: column(loss_agg_mode, update), FLOOR: update.floor_B[update.local]}
+    return columns(loss_agg_mode, gather(data, dp_group))
 
 
 def mean_length_of_rows(

@@ -40,6 +40,7 @@ class Release:
         legacy_workers: it has workers that drop `uid`, so our modes are refused on them.
         experimental: why support is only experimental; empty if it is not.
         ran: what was run.
+        changed_lines: at most this many added and removed lines of verl's own files are in its patch.
     """
 
     version: str
@@ -52,6 +53,7 @@ class Release:
     ran: str = "`make test-versions`"
     legacy_workers: bool = False
     experimental: str = ""
+    changed_lines: int = 45
 
 
 RELEASES = (
@@ -65,6 +67,7 @@ RELEASES = (
         global_critic=False,
         legacy_workers=True,
         experimental="its engine workers are opt-in and only their update was run, never a whole training",
+        changed_lines=62,
     ),
     Release(
         "0.8.0",
@@ -73,6 +76,7 @@ RELEASES = (
         trainers="`main_ppo`, `main_ppo_sync`",
         entry_points=False,
         global_critic=False,
+        changed_lines=48,
     ),
     Release(
         "0.9.0",
@@ -131,6 +135,11 @@ def current() -> Release:
     return of(version)
 
 
+def not_newer(version: str) -> list[Release]:
+    """The known releases up to this version, oldest first."""
+    return [release for release in RELEASES if numbers(release.version) <= numbers(version)]
+
+
 def of(version: str) -> Release:
     """A release by its version; an unknown one is taken for the nearest older release.
 
@@ -139,7 +148,7 @@ def of(version: str) -> Release:
     """
     if version in BY_VERSION:
         return BY_VERSION[version]
-    older = [release for release in RELEASES if numbers(release.version) <= numbers(version)]
+    older = not_newer(version)
     if not older:
         raise UnsupportedVerlError(
             f"verl {version} is not supported by verl_ba {__version__}; {_known()}. Our modes are not available in this "

@@ -3,6 +3,7 @@
 `make patches-check` does the rest: every release, 1,000 updates to the bit, verl's own tests.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -59,7 +60,8 @@ def test_a_header_that_lies_is_a_fault(tree, monkeypatch, tmp_path):
     text = text.replace(patches.checksum(RELEASE), "sha256:0").replace("Drop-When:", "Drop:")
     path.write_text(text.replace("index ", "index 0", 1))
     monkeypatch.setattr(patches, "HERE", tmp_path)
-    monkeypatch.setattr(patches, "CHANGED_LINES", 10)
+    few = dataclasses.replace(releases.BY_VERSION[RELEASE], changed_lines=10)
+    monkeypatch.setitem(releases.BY_VERSION, RELEASE, few)
     faults = "\n".join(patches.faults_of(RELEASE, tree))
     assert f"verl-{RELEASE}.patch: no Drop-When in the header" in faults
     assert f"Applies-To must name verl {RELEASE} and its wheel's sha256:" in faults
@@ -75,7 +77,7 @@ def test_changed_lines_stay_within_the_limit_and_are_those_of_git(release, tmp_p
         assert name.startswith("verl/")
         counts = [counts[0] + int(added), counts[1] + int(removed)]
     assert tuple(counts) == patches.changed_lines(release)
-    assert sum(counts) <= patches.CHANGED_LINES
+    assert sum(counts) <= releases.BY_VERSION[release].changed_lines
 
 
 @pytest.mark.parametrize("release", patches.RELEASES)
@@ -159,7 +161,7 @@ def test_a_refresh_writes_the_patch_of_a_release_that_has_none_yet(tree, monkeyp
     shutil.copy(patches.patch_of(RELEASE), folder)
     new = releases.Release("0.9.2", wheel="0" * 64)
     monkeypatch.setattr(patches, "HERE", folder)
-    monkeypatch.setattr(patches, "RELEASES", [*patches.RELEASES, new.version])
+    monkeypatch.setattr(releases, "RELEASES", (*releases.RELEASES, new))
     monkeypatch.setitem(releases.BY_VERSION, new.version, new)
     monkeypatch.setattr(patches, "pristine", lambda release: tree)
     text = patches.exported(tree, new.version, fuzz=True)

@@ -14,7 +14,7 @@ import torch
 
 from verl_ba.hooks.attach import Seam
 from verl_ba.hooks.state import describe, verify
-from verl_ba.loss_agg import COLUMN, FLOOR, LOSS_AGG_REGISTRY, column, gather
+from verl_ba.loss_agg import LOSS_AGG_REGISTRY, columns, gather
 from verl_ba.metrics import record
 from verl_ba.say import say
 from verl_ba.support import MODE_KEY
@@ -53,7 +53,7 @@ def wrap_update_actor(original: Callable) -> Callable:
                 announce(mode)
                 self._verl_ba_announced = True
             update = gather(data, dp_group)
-            data[COLUMN], data[FLOOR] = column(mode, update), update.floor_B[update.local]
+            data.update(columns(mode, update))
         run = record.begin(data, mode, dp_group, update)
         with record.training(run):
             output = original(self, data)
