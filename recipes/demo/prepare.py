@@ -4,6 +4,7 @@ Everything is made on the spot and cached by its settings; a second call finds i
 user's own takes the tiny one's place, and the questions are simpler.
 """
 
+import fcntl
 import hashlib
 import json
 import random
@@ -221,24 +222,27 @@ def prepare(cache: Path, model: Path | None = None, settings: Settings | None = 
     key = hashlib.sha256(json.dumps([asdict(settings), model is not None]).encode()).hexdigest()[:12]
     out = cache / f"demo-{key}"
     paths = {"model": model or out / "model", "train": out / "train.parquet", "validation": out / "validation.parquet"}
-    if (out / "done").exists():
-        return paths
-    shutil.rmtree(out, ignore_errors=True)  # what an interrupted call left
-    out.mkdir(parents=True)
-    if model is None:
-        reached = warm_start(settings, paths["model"])
-        console.print(f"warm start: {reached}", highlight=False, soft_wrap=True)
-        write_parquet(paths["train"], chain_sum.TRAIN_SEED, 20_000, settings.task)
-        write_parquet(paths["validation"], chain_sum.VALIDATION_SEED, 256, settings.task)
-    else:
-        task = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-        instruction = "\nThink step by step, then give the result as one number."
-        for name, seed, size in (
-            ("train", chain_sum.TRAIN_SEED, 5000),
-            ("validation", chain_sum.VALIDATION_SEED, 128),
-        ):
-            write_parquet(paths[name], seed, size, task, instruction, "number")
-    (out / "done").touch()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"demo-{key}.lock").open("w") as lock:  # a second call waits for what the first one makes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (out / "done").exists():
+            return paths
+        shutil.rmtree(out, ignore_errors=True)  # what an interrupted call left
+        out.mkdir(parents=True)
+        if model is None:
+            reached = warm_start(settings, paths["model"])
+            console.print(f"warm start: {reached}", highlight=False, soft_wrap=True)
+            write_parquet(paths["train"], chain_sum.TRAIN_SEED, 20_000, settings.task)
+            write_parquet(paths["validation"], chain_sum.VALIDATION_SEED, 256, settings.task)
+        else:
+            task = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+            instruction = "\nThink step by step, then give the result as one number."
+            for name, seed, size in (
+                ("train", chain_sum.TRAIN_SEED, 5000),
+                ("validation", chain_sum.VALIDATION_SEED, 128),
+            ):
+                write_parquet(paths[name], seed, size, task, instruction, "number")
+        (out / "done").touch()
     return paths
 
 

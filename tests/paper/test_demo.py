@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,24 @@ def test_a_model_path_without_a_model_is_one_clear_error(tmp_path):
         prepare.prepare(tmp_path, tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"config.json is missing there"):
         prepare.prepare(tmp_path, tmp_path)
+
+
+def test_two_calls_at_the_same_time_make_the_data_once(tmp_path, monkeypatch):
+    """Two workers of a clean clone's tests, or two demos, start together: neither deletes what the other one reads."""
+    made = []
+
+    def write(path, *_):
+        made.append(path.name)
+        time.sleep(0.1)
+        path.touch()
+
+    monkeypatch.setattr(prepare, "write_parquet", write)
+    (tmp_path / "config.json").touch()
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: prepare.prepare(tmp_path / "cache", tmp_path), range(2))
+    assert first == second
+    assert all(path.exists() for path in first.values())
+    assert made == ["train.parquet", "validation.parquet"]
     command = [sys.executable, "-m", "recipes.demo.run", "--arms", "ballanced"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
