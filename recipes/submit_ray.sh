@@ -28,6 +28,8 @@ kept = {k: v for k, v in os.environ.items() if re.fullmatch(passed, k) and not r
 # Each process of verl imports this, from the uploaded folder, whether the package is installed on its node or not.
 modules = filter(None, [os.environ.get("VERL_USE_EXTERNAL_MODULES"), "verl_ba.plugin"])
 kept["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+# launch.sh and verl hand some of these to ray.init again, with the same values, which Ray refuses without this.
+kept["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
 kept["VERL_BA_GIT"] = json.dumps(manifest.git())  # .git does not go along
 excludes = [".git", ".venv", "__pycache__", "/data", "/results", "/outputs", "/.cache"]
 print(json.dumps({"working_dir": os.path.realpath(sys.argv[1]), "excludes": excludes, "env_vars": kept}))

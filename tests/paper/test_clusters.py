@@ -401,10 +401,11 @@ def free_port() -> int:
 @pytest.mark.trainer
 @pytest.mark.deep
 def test_a_ray_job_trains_with_the_uploaded_package(real_ray, tmp_path):
-    """Entry points are off, as on nodes where the package is not installed."""
+    """Entry points are off, as on nodes where the package is not installed. Two variables go to job and workers alike."""
     paths = prepare(ROOT / ".cache")
     environment = {**real_ray, "RESULTS_DIR": str(tmp_path), "PYTHON": sys.executable}
     environment |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_USE_EXTERNAL_MODULES": "verl_cpu.plugin"}
+    environment |= {"SANDBOX_FUSION_URL": "http://127.0.0.1:9/run_code", "VERL_FULL_DETERMINISM": "0"}
     files = [f"data.train_files={paths['train'].resolve()}", f"data.val_files={paths['validation'].resolve()}"]
     overrides = [*files, f"actor_rollout_ref.model.path={paths['model'].resolve()}", "trainer.total_training_steps=2"]
     command = ["bash", str(LAUNCH), "demo", "balanced", "--via", "ray", *overrides]

@@ -167,8 +167,8 @@ class Started:
             seen = [path.read_text().count('"update"') for path in (self.folder / "probe").glob("*.jsonl")]
             if len(seen) == ranks and min(seen) >= number:
                 break
-            running, late = self.process.poll() is None, time.monotonic() > end
-            assert running and not late, f"updates seen by each rank: {seen}\n{self.output()[-4000:]}"
+            waiting = self.process.poll() is None and time.monotonic() < end
+            assert waiting, f"updates seen by each rank: {seen}\n{self.output()[-4000:]}"
             time.sleep(0.02)
         # What was asked for runs below the server; below the process are those that asked, which end with it.
         servers = [p for p in psutil.process_iter() if _command_of(p)[-1:] == [self.server]]
