@@ -210,6 +210,22 @@ def write_parquet(path: Path, seed: int, size: int, task: dict, instruction: str
     datasets.Dataset.from_list(rows).to_parquet(str(path))
 
 
+def _make(paths: dict[str, Path], model: Path | None, settings: Settings) -> None:
+    if model is None:
+        reached = warm_start(settings, paths["model"])
+        console.print(f"warm start: {reached}", highlight=False, soft_wrap=True)
+        write_parquet(paths["train"], chain_sum.TRAIN_SEED, 20_000, settings.task)
+        write_parquet(paths["validation"], chain_sum.VALIDATION_SEED, 256, settings.task)
+    else:
+        task = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
+        instruction = "\nThink step by step, then give the result as one number."
+        for name, seed, size in (
+            ("train", chain_sum.TRAIN_SEED, 5000),
+            ("validation", chain_sum.VALIDATION_SEED, 128),
+        ):
+            write_parquet(paths[name], seed, size, task, instruction, "number")
+
+
 def prepare(cache: Path, model: Path | None = None, settings: Settings | None = None) -> dict[str, Path]:
     """Paths of the model and of the two parquet files, made if they are not there yet."""
     settings = settings or Settings()
@@ -228,20 +244,8 @@ def prepare(cache: Path, model: Path | None = None, settings: Settings | None = 
         if (out / "done").exists():
             return paths
         shutil.rmtree(out, ignore_errors=True)  # what an interrupted call left
-        out.mkdir(parents=True)
-        if model is None:
-            reached = warm_start(settings, paths["model"])
-            console.print(f"warm start: {reached}", highlight=False, soft_wrap=True)
-            write_parquet(paths["train"], chain_sum.TRAIN_SEED, 20_000, settings.task)
-            write_parquet(paths["validation"], chain_sum.VALIDATION_SEED, 256, settings.task)
-        else:
-            task = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-            instruction = "\nThink step by step, then give the result as one number."
-            for name, seed, size in (
-                ("train", chain_sum.TRAIN_SEED, 5000),
-                ("validation", chain_sum.VALIDATION_SEED, 128),
-            ):
-                write_parquet(paths[name], seed, size, task, instruction, "number")
+        out.mkdir()
+        _make(paths, model, settings)
         (out / "done").touch()
     return paths
 

@@ -62,6 +62,10 @@ def test_a_model_path_without_a_model_is_one_clear_error(tmp_path):
         prepare.prepare(tmp_path, tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"config.json is missing there"):
         prepare.prepare(tmp_path, tmp_path)
+    command = [sys.executable, "-m", "recipes.demo.run", "--arms", "ballanced"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "unknown arm ballanced" in result.stderr
 
 
 def test_two_calls_at_the_same_time_make_the_data_once(tmp_path, monkeypatch):
@@ -80,10 +84,6 @@ def test_two_calls_at_the_same_time_make_the_data_once(tmp_path, monkeypatch):
     assert first == second
     assert all(path.exists() for path in first.values())
     assert made == ["train.parquet", "validation.parquet"]
-    command = [sys.executable, "-m", "recipes.demo.run", "--arms", "ballanced"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert "unknown arm ballanced" in result.stderr
 
 
 def test_prepared_questions_have_verls_columns(tmp_path):
