@@ -71,4 +71,6 @@ has_verl "$python" || fail "no verl in $python: name the interpreter that has it
 RESULTS_DIR=$(realpath -m "${RESULTS_DIR:-results}") DATA_DIR=$(realpath -m "${DATA_DIR:-data}")
 export RESULTS_DIR DATA_DIR
 # Checks the config and the nodes before anything starts, locks the run's folder, and lets verl take its place.
-PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m recipes.plan --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}"
+# Where a server for runs on the CPU is named (cpu_site/prefork.py), recipes.plan forks from it like every process of the run.
+PYTHONPATH=$here/..${VERL_CPU_PREFORK:+:$here/cpu_site}${PYTHONPATH:+:$PYTHONPATH} \
+    exec "$python" -m recipes.plan --via "$via" "${dry_run[@]}" "$recipe" "${overrides[@]}"

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes.cpu_site import prefork
+from tests.support import quick_compose
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 _session = contextlib.ExitStack()
+quick_compose.install()
 
 
 def pytest_configure(config):
@@ -25,7 +27,8 @@ def pytest_unconfigure():
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+    """Runs of the real trainer come first: they wait for one another's processes, and other tests fill the gaps."""
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("first", "trainer")])
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.cpu_site import prefork
 from tests.support import reference
 
 ROOT = Path(__file__).parents[2]
@@ -153,8 +153,8 @@ def launch_with_probe(prepared, folder, arm, *overrides, results=None, **variabl
 class Started:
     """A run in the background, to do harm to."""
 
-    def __init__(self, process: subprocess.Popen, folder: Path, server: str):
-        self.process, self.folder, self.server = process, folder, server
+    def __init__(self, process: subprocess.Popen, folder: Path, ray: str):
+        self.process, self.folder, self.ray = process, folder, ray
         self.children: list[psutil.Process] = []
 
     def output(self) -> str:
@@ -170,14 +170,20 @@ class Started:
             waiting = self.process.poll() is None and time.monotonic() < end
             assert waiting, f"updates seen by each rank: {seen}\n{self.output()[-4000:]}"
             time.sleep(0.02)
-        # What was asked for runs below the server; below the process are those that asked, which end with it.
-        servers = [p for p in psutil.process_iter() if _command_of(p)[-1:] == [self.server]]
-        parents = [psutil.Process(self.process.pid), *(p for p in servers if p.ppid() == os.getpid())]
-        self.children = [child for parent in parents for child in parent.children(recursive=True)]
+        # The processes that were asked for run below the tests' server: what is this run's is known by where it writes.
+        self.children = [p for p in psutil.process_iter() if p.pid != self.process.pid and self._writes(p)]
 
     def named(self, title: str) -> psutil.Process:
         """The first of Ray's processes with this title."""
         return next(child for child in self.children if title in " ".join(_command_of(child)))
+
+    def _writes(self, process: psutil.Process) -> bool:
+        """Whether its output goes to this run's file or to the logs of its Ray."""
+        for stream in (1, 2):
+            with contextlib.suppress(OSError):  # it has ended, or is not ours
+                if os.readlink(f"/proc/{process.pid}/fd/{stream}").startswith((self.ray, str(self.folder))):
+                    return True
+        return False
 
 
 def _command_of(process: psutil.Process) -> list[str]:
@@ -189,20 +195,21 @@ def _command_of(process: psutil.Process) -> list[str]:
 
 
 @contextlib.contextmanager
-def start_with_probe(prepared, folder, results, arm, *overrides, server):
-    """Start a run, whose processes fork from this server; whatever is left of it at the end is killed."""
-    variables = probe_variables(folder) | {prefork.VARIABLE: server}
-    command, environment = command_and_environment(prepared, results, arm, overrides, variables)
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    run = Started(process, folder, server)
-    try:
-        yield run
-    finally:
-        for each in (process, *run.children):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
+def start_with_probe(prepared, folder, results, arm, *overrides):
+    """Start a run with a Ray of its own; whatever is left of it at the end is killed."""
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as ray:
+        variables = probe_variables(folder) | {"RAY_TMPDIR": ray}
+        command, environment = command_and_environment(prepared, results, arm, overrides, variables)
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        run = Started(process, folder, ray)
+        try:
+            yield run
+        finally:
+            for each in (process, *run.children):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
 
 
 def read_probe(folder) -> list[Update]:

@@ -7,26 +7,18 @@ compared with the literal reference, over all ranks: groups are whole, no group 
 from collections import Counter
 
 import datasets
-import psutil
 import pytest
-import torch
 
-from recipes.cpu_site import prefork
 from tests.support.trainer_run import (
     STEPS,
     check_updates,
     launch_with_probe,
     logged_again,
-    metrics_of,
     pg_losses,
-    read_probe,
-    start_with_probe,
 )
 
 pytestmark = pytest.mark.trainer
 
-END_S = 120  # within this time a run that lost a process is over [s]
-OPTIMIZER = "optim_world_size_2_rank_0.pt"
 SPLIT = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256"  # micro-batches small enough to split every rank's share
 )
@@ -179,45 +171,3 @@ def test_sessions_of_several_rows_with_failures_and_different_n(prepared, tmp_pa
         assert len(update.uid) == 128
     assert "is out of order" in result.stdout  # some sessions failed; their groups came with the others
     assert any(1 not in update.session_ids(uid) for update in updates for uid in update.groups)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Faults
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server():
-    """A server of this test's own: below it are the processes of its runs, and of no other test's."""
-    with prefork.serve() as path:
-        yield path
-
-
-@pytest.mark.first
-def test_a_killed_trainer_resumes_and_a_killed_rank_ends_the_run(prepared, tmp_path, server):
-    """SIGKILL in the middle of an update: to the trainer; then, in the run that goes on from its checkpoint, to one rank."""
-    overrides = ("trainer.save_freq=1", "trainer.total_training_steps=9", SPLIT)
-
-    with start_with_probe(prepared, tmp_path / "first", tmp_path, "balanced", *overrides, server=server) as run:
-        run.wait_for_update(2)
-        run.process.kill()  # launch.sh has become verl's process
-        run.process.wait()
-        _, alive = psutil.wait_procs(run.children, timeout=END_S)
-        assert not alive
-    assert global_steps(metrics_of(tmp_path, "balanced", start=1)) == [1]
-
-    with start_with_probe(prepared, tmp_path / "second", tmp_path, "balanced", *overrides, server=server) as run:
-        run.wait_for_update(3)
-        run.named("ray::WorkerDict").kill()
-        assert run.process.wait(END_S) != 0
-    steps = metrics_of(tmp_path, "balanced", start=2)
-    assert global_steps(steps) == [2, 3]
-    assert all(abs(step["actor/pg_loss"]) <= 1e-6 and step["actor/grad_norm"] > 0 for step in steps)
-    check_updates(read_probe(tmp_path / "second" / "probe"))
-    optimizer = tmp_path / "demo" / "balanced-seed1" / "checkpoints" / "global_step_3" / "actor" / OPTIMIZER
-    moments = torch.load(optimizer, weights_only=False)["state"]
-    assert {int(state["step"]) for state in moments.values()} == {3}  # one optimiser over both starts
-
-
-def global_steps(steps: list[dict]) -> list[int]:
-    return [step["training/global_step"] for step in steps]
