@@ -11,9 +11,9 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from verl_ba.releases import numbers
@@ -77,6 +77,7 @@ class Attachment:
         self.seams: tuple[Seam, ...] = ()
         self.originals: dict[str, Callable] = {}  # seam name -> what verl had there
         self._everywhere: set[str] = set()
+        self._earlier: dict[str, ModuleType] = {}
         self._report = report
 
     def install(self, seams: Iterable[Seam]) -> None:
@@ -88,6 +89,8 @@ class Attachment:
         self.installed, self.seams = True, tuple(seams)
         for seam in self.seams:
             wrapt.register_post_import_hook(functools.partial(self.attach, seam), seam.module)
+        # Complete before a seam's module is begun, so without copies from it: thousands that need not be looked through.
+        self._earlier = {name: module for name, module in list(sys.modules.items()) if _is_complete(module)}
 
     def attach(self, seam: Seam, module: ModuleType) -> None:
         """Replace one name, or report why not."""
@@ -105,7 +108,7 @@ class Attachment:
         self.originals[seam.name] = original
         if seam.everywhere:
             self._everywhere.add(seam.name)
-            for other, key, _ in bindings({id(original)}):
+            for other, key, _ in bindings({id(original)}, self._earlier):
                 setattr(other, key, replacement)
 
     def _refuse(self, seam: Seam, problem: str) -> None:
@@ -167,11 +170,25 @@ def import_modules(seams: Iterable[Seam]) -> dict[str, Exception]:
     return errors
 
 
-def bindings(ids: set[int]) -> list[tuple[ModuleType, str, int]]:
-    """Every name in any loaded module that is bound to one of these objects; lazy attributes are not triggered."""
+def bindings(
+    ids: set[int], without: Mapping[str, ModuleType] = MappingProxyType({})
+) -> list[tuple[ModuleType, str, int]]:
+    """Every name in any loaded module that is bound to one of these objects; lazy attributes are not triggered.
+
+    Args:
+        without: modules, by their name in `sys.modules`, that are not looked through.
+    """
     found = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or ids.isdisjoint(map(id, vars(module).values())):  # loops in C
+    for name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or without.get(name) is module:
+            continue
+        if ids.isdisjoint(map(id, vars(module).values())):  # loops in C
             continue
         found += [(module, key, id(value)) for key, value in list(vars(module).items()) if id(value) in ids]
     return found
+
+
+def _is_complete(module: Any) -> bool:
+    """Whether a module's own code has run to its end. `__main__`'s never has."""
+    spec = getattr(module, "__spec__", None)
+    return isinstance(module, ModuleType) and spec is not None and not getattr(spec, "_initializing", False)
