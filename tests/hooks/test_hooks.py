@@ -3,9 +3,6 @@
 import functools
 import json
 import math
-import os
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,9 +12,9 @@ import verl
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack
 
-from recipes.cpu_site import prefork
 from tests.support import reference
 from tests.support import verl_harness as harness
+from tests.support.python import run_python
 from verl_ba import hooks, loss_agg
 from verl_ba.aggregation import ALL_MODES, MODES
 from verl_ba.loss_agg import token_mean_length
@@ -30,13 +27,6 @@ from verl.workers.utils import losses  # noqa: E402
 
 CASES = json.loads((Path(__file__).parents[1] / "support" / "cases.json").read_text())
 LAYOUTS = ("nested", "padded")
-
-
-def run_python(code: str, **environment) -> subprocess.CompletedProcess:
-    keep = {k: v for k, v in os.environ.items() if not k.startswith("VERL_")}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**keep, **environment}, timeout=120
-    )
 
 
 def rollouts_of_case(case) -> harness.Rollouts:
@@ -455,11 +445,15 @@ def test_installing_twice_changes_nothing():
 
 def test_importing_verl_ba_has_no_side_effect():
     result = run_python(
+        "-c",
         "import sys, verl_ba, verl_ba.hooks, verl_ba.aggregation, verl_ba.metrics\n"
-        "print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])"
+        "print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])",
+        fork=False,
     )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
-    control = run_python("import sys, ray; print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])")
+    control = run_python(
+        "-c", "import sys, ray; print([m for m in ('verl', 'ray', 'vllm', 'wrapt') if m in sys.modules])"
+    )
     assert "ray" in control.stdout  # the test can fail
 
 
@@ -471,12 +465,13 @@ def test_importing_verl_loads_no_module_with_a_seam_early():
         "print(hooks.is_installed(), sorted({s.module for s in hooks.SEAMS} & set(sys.modules)))"
     )
     # verl/__init__ itself imports these
-    assert run_python(code).stdout.strip() == "True ['verl.utils.config', 'verl.utils.py_functional']"
+    assert run_python("-c", code).stdout.strip() == "True ['verl.utils.config', 'verl.utils.py_functional']"
 
 
 def test_modules_that_were_loaded_before_are_rebound_whatever_the_order():
     """The plugin comes last (model.external_lib): by-name copies made earlier are replaced, the driver's keep token-mean."""
     result = run_python(
+        "-c",
         "import verl.trainer.ppo.ray_trainer as rt, verl.workers.engine_workers as ew\n"
         "from verl.trainer.ppo.core_algos import agg_loss as copy\n"
         "from verl_ba import hooks\n"
@@ -515,7 +510,7 @@ def fake_verl(tmp_path):
 
 
 def test_an_unsupported_release_is_named_on_screen_though_verl_hides_it(fake_verl):
-    result = run_python("import verl; print(verl.__version__)", PYTHONPATH=str(fake_verl))
+    result = run_python("-c", "import verl; print(verl.__version__)", path=(str(fake_verl),))
     assert result.stdout.strip() == "0.6.9"
     assert "verl 0.6.9 is not supported" in result.stderr
     assert "tested releases: 0.7.1 (experimental), 0.8.0, 0.9.0, 0.9.1" in result.stderr
@@ -528,14 +523,13 @@ def test_verl_missing_is_named():
         "try: h.install()\n"
         "except h.releases.UnsupportedVerlError as e: print(e)"
     )
-    message = run_python(code).stdout
+    message = run_python("-c", code).stdout
     assert "verl is not installed; tested releases: 0.7.1 (experimental), " in message
     assert "Try: pip install verl==0.9.1" in message
 
 
 def doctor(**environment):
-    forked = {prefork.VARIABLE: os.environ[prefork.VARIABLE], prefork.ALSO: "doctor"}
-    return run_python("from verl_ba.tools.cli import app; app(['doctor'])", **forked, **environment)
+    return run_python("-c", "from verl_ba.tools.cli import app; app(['doctor'])", **environment)
 
 
 def test_doctor_approves_this_environment():
@@ -549,7 +543,7 @@ def test_doctor_says_why_not(fake_verl):
     result = doctor(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_PLUGINS="none")
     assert result.returncode == 1
     assert "VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading verl_ba" in result.stdout
-    result = doctor(PYTHONPATH=str(fake_verl))
+    result = doctor(path=(str(fake_verl),))
     assert result.returncode == 1
     assert "verl 0.6.9 is not supported" in result.stdout
 
@@ -560,5 +554,5 @@ def test_without_the_cpu_platform_there_is_no_trace_of_it():
         "from verl.plugin.platform import PlatformRegistry\n"
         "print(PlatformRegistry.get('cpu'), 'verl_cpu.platform' in sys.modules)"
     )
-    assert run_python(code).stdout.strip() == "None False"
-    assert run_python(code, VERL_PLATFORM="cpu").stdout.strip().endswith("True")
+    assert run_python("-c", code).stdout.strip() == "None False"
+    assert run_python("-c", code, VERL_PLATFORM="cpu").stdout.strip().endswith("True")

@@ -1,12 +1,8 @@
 """The ways to load verl_ba into a process (docs/loading.md), in the release imported; whole runs: test_loading_in_ray."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from recipes.cpu_site import prefork
+from tests.support.python import run_python
 from verl_ba import releases
 
 pytestmark = pytest.mark.slow
@@ -15,23 +11,17 @@ RELEASE = releases.current()
 IS_LOADED = "import verl\nfrom verl_ba import hooks\nprint(hooks.is_installed())"
 
 
-def run_python(code: str, **environment) -> subprocess.CompletedProcess:
-    keep = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
-    keep |= {
-        prefork.VARIABLE: os.environ[prefork.VARIABLE],
-        prefork.ALSO: "verl",
-    }  # torch may be there already, verl not
-    environment = {**keep, "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+def run_code(code: str, **environment):
+    return run_python("-c", code, **{"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **environment})
 
 
 @pytest.mark.skipif(not RELEASE.entry_points, reason="the release has no entry points")
 def test_the_entry_point_loads_it():
-    assert run_python(IS_LOADED, VERL_USE_EXTERNAL_PLUGINS="auto").stdout.split()[-1] == "True"
+    assert run_code(IS_LOADED, VERL_USE_EXTERNAL_PLUGINS="auto").stdout.split()[-1] == "True"
 
 
 def test_the_environment_variable_loads_it():
-    assert run_python(IS_LOADED, VERL_USE_EXTERNAL_MODULES="verl_ba.plugin").stdout.split()[-1] == "True"
+    assert run_code(IS_LOADED, VERL_USE_EXTERNAL_MODULES="verl_ba.plugin").stdout.split()[-1] == "True"
 
 
 COMPOSE = """
@@ -84,12 +74,12 @@ print("entropy", ray_trainer.agg_loss(ones, ones, "balanced").item())
 
 
 def test_the_actors_target_loads_it_where_its_config_is_built():
-    result = run_python(COMPOSE + VALIDATE)
+    result = run_code(COMPOSE + VALIDATE)
     lines = [line for line in result.stdout.splitlines() if line.startswith(("without", "verified"))]
     assert lines == ["without: True", "verified"], result.stdout + result.stderr[-3000:]
 
 
 def test_the_models_external_lib_loads_it_where_the_tokenizer_is():
-    result = run_python(COMPOSE + TRAINER)
+    result = run_code(COMPOSE + TRAINER)
     lines = [line for line in result.stdout.splitlines() if line.startswith(("without", "entropy"))]
     assert lines == ["without: True", "entropy 1.0"], result.stdout + result.stderr[-3000:]

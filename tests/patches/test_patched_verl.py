@@ -7,13 +7,13 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.python import run_python
 from verl_ba import releases, support
 from verl_ba.aggregation import MODES
 from verl_ba.loss_agg import COLUMN
@@ -25,15 +25,13 @@ pytestmark = [
 ]
 
 
-def run(tree: str, *arguments: str, plugin: bool = False, **variables) -> subprocess.CompletedProcess:
+def run(tree: str, *arguments: str, plugin: bool = False, **variables):
     """Python in a process of its own that imports verl from this tree, with or without the plugin."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")}
-    environment |= {"PYTHONPATH": os.pathsep.join([tree, str(ROOT)]), "VERL_PLATFORM": "cpu"}
-    environment |= {"OMP_NUM_THREADS": "1", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **variables}
+    variables = {"OMP_NUM_THREADS": "1", "VERL_USE_EXTERNAL_PLUGINS": "verl_cpu", **variables}
     if plugin:
-        environment["VERL_USE_EXTERNAL_MODULES"] = "verl_ba.plugin"
-    command = [sys.executable, "-W", "ignore", *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+        variables["VERL_USE_EXTERNAL_MODULES"] = "verl_ba.plugin"
+    path = (tree, str(ROOT))
+    result = run_python("-Wignore", *arguments, path=path, VERL_PLATFORM="cpu", **variables)
     assert result.returncode == 0, result.stdout + result.stderr[-4000:]
     return result
 
