@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from recipes import manifest, start
+from recipes.cpu_site import prefork
 from recipes.demo import prepare
 from verl_ba.tools import preflight
 from verl_ba.tools.preflight import Needs
@@ -55,7 +56,7 @@ def run(tmp_path):
     def begin(results: Path, *overrides: str, **environment: str) -> subprocess.Popen:
         command = ["bash", str(ROOT / "recipes" / "launch.sh"), "demo", "balanced", *paths]
         variables = {**os.environ, "PYTHON": sys.executable, "RESULTS_DIR": str(results), "VERL_TRAINER": "stand_in"}
-        variables["PYTHONPATH"] = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+        variables |= {"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}", prefork.ALSO: "stand_in"}
         process = subprocess.Popen(
             [*command, f"actor_rollout_ref.model.path={model}", *overrides],
             env=variables | {"GIVEN": str(tmp_path / "given"), **environment},

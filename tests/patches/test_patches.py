@@ -228,27 +228,21 @@ BROKEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["", *BROKEN])
-def test_patched_and_hooked_verl_are_equal_to_the_bit_and_a_broken_patch_is_seen(tmp_path, hooked, broken):
+def test_patched_and_hooked_verl_are_equal_to_the_bit_and_a_broken_patch_is_seen(tmp_path):
     from tests.patches import test_patched_verl
 
+    hooked = test_patched_verl.updates(tmp_path / "hooked", str(INSTALLED.parent), True, "20")
     tree = copy_of_verl(tmp_path)
     patches.apply_to(tree, RELEASE, checkout=False)
-    if broken:
-        name, old, new = BROKEN[broken]
-        path = tree / name
-        assert path.read_text().count(old) == 1
-        path.write_text(path.read_text().replace(old, new))
     patched = test_patched_verl.updates(tmp_path / "patched", str(tree), False, "20")
-    assert bool(test_patched_verl.different(patched, hooked)) == bool(broken)
-
-
-@pytest.fixture(scope="module")
-def hooked(tmp_path_factory) -> Path:
-    """The updates of the installed verl with the plugin."""
-    from tests.patches import test_patched_verl
-
-    return test_patched_verl.updates(tmp_path_factory.mktemp("hooked") / "out", str(INSTALLED.parent), True, "20")
+    assert test_patched_verl.different(patched, hooked) == []
+    for fault, (name, old, new) in BROKEN.items():
+        path, right = tree / name, (tree / name).read_text()
+        assert right.count(old) == 1, fault
+        path.write_text(right.replace(old, new))
+        broken = test_patched_verl.updates(tmp_path / fault, str(tree), False, "20")
+        assert test_patched_verl.different(broken, hooked), fault
+        path.write_text(right)
 
 
 @pytest.mark.trainer
