@@ -23,7 +23,7 @@ the reward itself says.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
 from pathlib import Path
@@ -36,6 +36,7 @@ import typer
 from studies._results import HERE, committed, from_json, to_json, write
 from studies.rules import RULES
 from studies.simulated import Mean, Setting, Update, draw, mean_with_control, simulate
+from verl_ba.metrics.weights import fold, statistics_of
 from verl_ba.tools.analysis import charts
 from verl_ba.tools.analysis.estimate import Estimate
 from verl_ba.tools.analysis.page import INK, Figure
@@ -64,21 +65,17 @@ Effects = dict[str, dict[str, Mean]]
 """rule -> 'tilt', 'push', 'starving' -> its mean over updates, standard error, and spread per update."""
 
 
-def tilt(update: Update, mean_length_B: np.ndarray) -> float:
-    """The negatives' share of Σ|A|·w minus their share of Σ|A|; nan without a mixed group."""
-    size = np.abs(update.advantage)
-    if not size.any():
-        return np.nan
-    weight, negative = size * update.batch.length.numpy() / mean_length_B, update.advantage < 0
-    return float(weight[negative].sum() / weight.sum() - size[negative].sum() / size.sum())
-
-
-def starving(update: Update, mean_length_B: np.ndarray, quartiles: np.ndarray) -> float:
-    """Weight of a token in the longest over one in the shortest quarter of the responses, as `verl_ba.metrics` counts it."""
+def weighing(update: Update, mean_lengths: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """'tilt' and 'starving' of each rule in one update, as `verl_ba.metrics` counts them; nan where it defines none."""
     length = update.batch.length.numpy()
-    weight = length / mean_length_B
-    short, long = length <= quartiles[0], length >= quartiles[1]
-    return float(weight[long].sum() / length[long].sum() / (weight[short].sum() / length[short].sum()))
+    weights = {rule: length / mean_length_B for rule, mean_length_B in mean_lengths.items()}
+    responses = fold(length, update.batch.group, update.batch.sign, update.advantage)
+    # A token's weight is counted against token-mean's, the same for each; none of the two compares with a reference.
+    values = statistics_of(responses, {**weights, "token-mean": length / length.mean()}, "token-mean")
+    return {
+        rule: {"tilt": float(values[f"{rule}/tilt"]), "starving": float(values[f"{rule}/long_to_short"])}
+        for rule in mean_lengths
+    }
 
 
 def effects(
@@ -92,10 +89,9 @@ def effects(
     seen: dict[str, dict[str, list[float]]] = {rule: {"tilt": [], "starving": []} for rule in rules}
 
     def watch(update: Update, mean_lengths: dict[str, np.ndarray]) -> None:
-        quartiles = np.quantile(update.batch.length.numpy(), [0.25, 0.75])
-        for rule, mean_length in mean_lengths.items():
-            seen[rule]["tilt"].append(tilt(update, mean_length))
-            seen[rule]["starving"].append(starving(update, mean_length, quartiles))
+        for rule, values in weighing(update, mean_lengths).items():
+            for name, value in values.items():
+                seen[rule][name].append(value)
 
     draws = simulate(setting, rules, updates, rng, step, watch)
     control = draws.control.mean(axis=2, keepdims=True)

@@ -45,28 +45,31 @@ def command(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_tilt_and_starving_are_the_analysers():
+def test_tilt_and_starving_are_those_that_a_run_logs():
     update = draw(TRUE, np.random.default_rng(4))
-    quartiles = np.quantile(update.batch.length.numpy(), [0.25, 0.75])
     rules = [name for name, rule in RULES.items() if rule.mode and name != "constant"]
-    for rule, mean_length in mean_lengths(update, rules, {rule: {} for rule in rules}).items():
+    found = scale.weighing(update, mean_lengths(update, rules, {rule: {} for rule in rules}))
+    assert found.keys() == set(rules)
+    for rule in rules:
         mode = RULES[rule].mode or rule
         metrics = balance_metrics(
             update.batch.length, update.batch.group, update.batch.sign, update.advantage.tolist(), active_mode=mode
         )
-        assert scale.tilt(update, mean_length) == pytest.approx(metrics[f"balance/{mode}/tilt"], abs=1e-12)
-        starving = scale.starving(update, mean_length, quartiles)
-        assert starving == pytest.approx(metrics[f"balance/{mode}/long_to_short"], rel=1e-12)
+        assert found[rule]["tilt"] == pytest.approx(metrics[f"balance/{mode}/tilt"], abs=1e-12)
+        assert found[rule]["starving"] == pytest.approx(metrics[f"balance/{mode}/long_to_short"], rel=1e-12)
 
 
-def test_tilt_of_a_group_worked_by_hand():
+def test_tilt_and_starving_of_a_group_worked_by_hand():
     # two right of 10 tokens, two wrong of 30, |A| alike: a token mean gives the wrong ones 60 of 80 tokens
     right = np.array([[True, True, False, False]])
     update = assemble(right, np.where(right, 10, 30), np.zeros(right.shape), 20.0)
-    assert scale.tilt(update, np.full(4, 20.0)) == pytest.approx(0.25)
-    assert scale.tilt(update, update.batch.length.numpy()) == pytest.approx(0)
+    found = scale.weighing(update, {"constant": np.full(4, 20.0), "sequence": update.batch.length.numpy()})
+    assert found["constant"] == pytest.approx({"tilt": 0.25, "starving": 1.0})
+    assert found["sequence"] == pytest.approx(
+        {"tilt": 0.0, "starving": 1 / 3}
+    )  # a token of 30 weighs a third of one of 10
     nothing = assemble(np.ones((1, 4), dtype=bool), np.array([[1, 2, 3, 4]]), np.zeros((1, 4)), 2.0)
-    assert np.isnan(scale.tilt(nothing, np.ones(4)))
+    assert np.isnan(scale.weighing(nothing, {"constant": np.ones(4)})["constant"]["tilt"])
 
 
 def test_updates_until_a_bias_stands_out():
