@@ -133,7 +133,9 @@ def when(path: Path) -> None:
         time.sleep(0.05)
 
 
-RUNNING = 'trap "touch $CALLS/ended; exit 0" TERM; touch "$CALLS/running"; while :; do sleep 0.1; done'  # the trap first
+RUNNING = (
+    'trap "touch $CALLS/ended; exit 0" TERM; touch "$CALLS/running"; while :; do sleep 0.1; done'  # the trap first
+)
 
 
 def test_the_command_runs_against_all_nodes_and_its_status_is_the_jobs(job, slurm):
