@@ -89,12 +89,9 @@ class Actor:
 
     def _measure(self, split: Split, moved: bool, leaf: str, distil: bool, **values: Any) -> Result:
         config, batch = self.config(**values), self.batch
-        outputs = {
-            "log_probs": batch.moved if moved else batch.policy,
-            "distillation_losses": batch.reference.abs(),
-            "student_mass": batch.reference.exp(),
-            "teacher_mass": batch.reference.exp(),
-        }
+        outputs = {"log_probs": batch.moved if moved else batch.policy}
+        if distil:
+            outputs |= distillation_outputs(batch)
         if config.entropy_coeff:
             outputs["entropy"] = batch.reference.abs()
 
@@ -107,6 +104,12 @@ class Actor:
             return losses.ppo_loss(config=config, model_output=output, data=data)[0]
 
         return run(loss, batch, split, outputs.get(leaf, batch.reference), config.loss_agg_mode)
+
+
+def distillation_outputs(batch: Batch) -> dict[str, torch.Tensor]:
+    """What a model's output has besides log-probabilities when it is distilled; any numbers serve."""
+    masses = dict.fromkeys(("student_mass", "teacher_mass"), batch.reference.exp())
+    return {"distillation_losses": batch.reference.abs(), **masses}
 
 
 def distillation_losses() -> Any:
@@ -182,8 +185,7 @@ def distillation_term(actor: Actor, distil: Any) -> Term:
     def token_loss(x: torch.Tensor) -> torch.Tensor:
         rows = list(range(ROWS))
         spans = batch.spans(rows)
-        columns = {"log_probs": batch.policy, "distillation_losses": batch.reference.abs()} | {leaf: x}
-        columns |= {name: batch.reference.exp() for name in ("student_mass", "teacher_mass")}
+        columns = {"log_probs": batch.policy, **distillation_outputs(batch), leaf: x}
         output = {name: sequences(column, rows, spans) for name, column in columns.items()}
         loss, _ = distillation_losses().get_distillation_loss_fn(distil.loss_mode)(
             config=config,
