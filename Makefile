@@ -12,7 +12,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' Makefile | expand -t 16
 
 setup:  ## a virtual environment with everything pinned
-	@bash requirements/system.sh && bash requirements/install.sh $(VENV)
+	@bash requirements/system.sh & system=$$!; bash requirements/install.sh $(VENV) && wait $$system
 
 demo: setup  ## train on the CPU under three aggregations and compare  [ARMS=all MODEL=path STEPS=n SEED=n RESUME=1]
 	@$(PY) -m recipes.demo.run $(if $(ARMS),--arms $(ARMS)) $(if $(MODEL),--model $(MODEL)) \

@@ -215,7 +215,8 @@ def main(
     outcomes: list[Outcome] = []
     columns = TextColumn("recipes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with prefork.serve() as server, Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
-        os.environ[prefork.VARIABLE] = server  # the runs' processes fork from one that has imported the libraries
+        # The runs' processes fork from one that has imported the libraries.
+        os.environ[prefork.VARIABLE] = server.listening()
         for job in progress.track(jobs):
             outcomes.append(job())
             progress.console.print("  ".join(outcomes[-1].row))

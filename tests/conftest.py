@@ -18,7 +18,7 @@ quick_compose.install()
 def pytest_configure(config):
     """One server for the session, from which the processes that tests start fork (recipes/cpu_site/prefork.py)."""
     if not hasattr(config, "workerinput"):  # pytest-xdist's workers use that of the process that starts them
-        os.environ[prefork.VARIABLE] = _session.enter_context(prefork.serve(wait=False))
+        os.environ[prefork.VARIABLE] = _session.enter_context(prefork.serve()).path
         os.environ[prefork.ALSO] = "tests.support."
 
 

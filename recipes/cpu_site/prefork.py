@@ -1,7 +1,7 @@
 """One process imports the large libraries; a run's processes are forks of it, so none of them imports anything twice.
 
 A run of verl starts a dozen Python processes, and each spends most of its start on the same imports: torch, transformers,
-vLLM. `with serve() as path:` starts a server that has imported them. Where VARIABLE is its path, sitecustomize.py hands
+vLLM. `with serve() as server:` starts a server that imports them. Where VARIABLE is its path, sitecustomize.py hands
 each process of a run (arguments, environment, folder and open files) to the server, which forks, and the fork runs the
 very module or script that was asked for. The process that asked waits, passes signals on and ends with the fork's exit
 status; if it is killed, so is the fork. verl, verl_ba and Ray are not imported here: each process imports them itself, as
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import types
 from pathlib import Path
+from typing import IO
 
 VARIABLE = "VERL_CPU_PREFORK"  # the path of the server's socket
 ALSO = "VERL_CPU_PREFORK_ALSO"  # further names of programs to fork, with commas; tests name theirs
@@ -110,12 +111,29 @@ def _inherited(file: int) -> bool:
 # ---- the server
 
 
-@contextlib.contextmanager
-def serve(wait: bool = True):
-    """Start the server; yields the path of its socket, which VARIABLE names in a run's environment.
+class Server:
+    """A server that is starting: `path` of its socket, which VARIABLE names in a run's environment.
 
-    Without `wait` at once: a program that starts before the server listens starts as usual.
+    A program that starts before the server listens starts as usual.
     """
+
+    def __init__(self, path: str, process: subprocess.Popen, log: IO[str]):
+        self.path, self._process, self._log = path, process, log
+
+    def listening(self) -> str:
+        """Wait until it listens; the path. RuntimeError, with its output, if it ended before."""
+        while not os.path.exists(self.path):
+            if self._process.poll() is not None:
+                self._log.seek(0)
+                raise RuntimeError(f"{__file__}: the server ended before it listened:\n{self._log.read()[-4000:]}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+        return self.path
+
+
+@contextlib.contextmanager
+def serve():
+    """Start the server, a `Server`, and end it at the end."""
     with tempfile.TemporaryDirectory(prefix="prefork-") as folder:
         path = os.path.join(folder, "socket")
         # What launch.sh sets for runs on the CPU and a library reads when it is imported.
@@ -133,13 +151,7 @@ def serve(wait: bool = True):
             start_new_session=True,
         )
         try:
-            while wait and not os.path.exists(path):
-                if server.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(f"{__file__}: the server ended before it listened:\n{log.read()[-4000:]}")
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    server.wait(0.1)
-            yield path
+            yield Server(path, server, log)
         finally:
             server.terminate()
             server.wait()

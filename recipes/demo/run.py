@@ -113,14 +113,15 @@ def main(
     config = "demo_chat" if model else "demo"
     begin = time.monotonic()
     try:
-        paths = prepare(cache, model)
-        with prefork.serve() as server:  # the arms' processes fork from one that has imported the libraries
+        # The arms' processes fork from one that imports the libraries while the model is prepared.
+        with prefork.serve() as server:
+            paths = prepare(cache, model)
             for arm in chosen:
                 finished = len(runs.Run(run_folder(results, config, arm, seed)).steps())
                 if resume and finished == (steps or config_steps(config)):
                     console.print(f"{arm:>10}: kept, {finished} steps")
                 else:
-                    train(config, arm, paths, results, seed, steps, overrides or [], server)
+                    train(config, arm, paths, results, seed, steps, overrides or [], server.listening())
     except (FileNotFoundError, runs.RunFailed) as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         console.print("Finished arms are kept: run again with RESUME=1")
